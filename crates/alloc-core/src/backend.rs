@@ -1,0 +1,236 @@
+//! What a memory backend must offer, and what it may offer on top.
+//!
+//! The allocator decides; a backend only acts. Rules that hold for every method:
+//!
+//! * it is called with **no allocator lock held**, so it may block and may call back into the
+//!   allocator;
+//! * it may be called from any thread, and from several at once;
+//! * an error means that nothing was done.
+//!
+//! Optional powers are traits of their own ([`VirtualMemory`], [`MemoryInfo`]); no method fails by
+//! default.
+
+use crate::units::{Addr, DeviceId, StreamId};
+
+/// An ordered queue of device work. Cheap to clone; clones are the same stream.
+pub trait Stream: Clone + Send + Sync + 'static {
+    /// Identity; see [`StreamId`] for what must be true of it.
+    fn id(&self) -> StreamId;
+
+    /// The device whose work it queues. Two devices' default streams are two streams.
+    fn device(&self) -> DeviceId;
+}
+
+/// A span of memory obtained from a backend in one act. Owned: whoever holds the value holds the
+/// memory.
+pub trait Segment: Send + 'static {
+    /// First address, a multiple of [`SEGMENT_ALIGN`].
+    fn base(&self) -> Addr;
+
+    /// Length in bytes.
+    fn bytes(&self) -> u64;
+}
+
+/// What base addresses of segments and reservations must be multiples of: the number that indexes
+/// the address directory (`docs/adr/0004-address-directory.md`).
+pub const SEGMENT_ALIGN: u64 = 2 << 20;
+
+/// Whether the work before an event has finished.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Completion {
+    /// Some of it is still running.
+    Pending,
+    /// All of it is done.
+    Reached,
+}
+
+/// What a failed backend call means to the allocator.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[non_exhaustive]
+pub enum ErrorKind {
+    /// No memory right now; freeing some and asking again may help. Only this climbs the ladder.
+    OutOfMemory,
+    /// The device or driver cannot do this at all.
+    Unsupported,
+    /// The device, or the driver itself, is gone. Nothing will work again.
+    DeviceLost,
+    /// Anything else.
+    Other,
+}
+
+/// Error of a backend call.
+pub trait BackendError: std::error::Error + Send + Sync + 'static {
+    /// How the allocator must react.
+    fn kind(&self) -> ErrorKind;
+}
+
+/// A failed call that would have consumed its argument: the argument comes back.
+#[derive(Debug)]
+pub struct Refused<T, E> {
+    /// What was to be consumed; still owned, still valid.
+    pub value: T,
+    /// Why it was not.
+    pub error: E,
+}
+
+/// A source of device memory, streams and events.
+pub trait Backend: Send + Sync + 'static {
+    /// Its streams.
+    type Stream: Stream;
+    /// Its events: a point in a stream's work. Dropping one recycles it and must not fail.
+    type Event: Send + 'static;
+    /// Its segments.
+    type Segment: Segment;
+    /// Its errors.
+    type Error: BackendError;
+
+    /// Number of devices; ids run from 0 up to it.
+    fn device_count(&self) -> u16;
+
+    /// Obtains a segment of `bytes` on `device`, on behalf of `stream` (cudaMalloc ignores the
+    /// stream). `bytes` is a multiple of 512 (of 2 MiB with the usual settings), never 0.
+    ///
+    /// # Errors
+    /// [`ErrorKind::OutOfMemory`] if there is no room; the allocator then climbs its ladder.
+    fn acquire(
+        &self,
+        device: DeviceId,
+        bytes: u64,
+        stream: &Self::Stream,
+    ) -> Result<Self::Segment, Self::Error>;
+
+    /// Gives a segment back. May wait for the whole device (cudaFree does), in which case events
+    /// recorded before are reached afterwards.
+    ///
+    /// # Errors
+    /// Hands the segment back. After the driver is gone: [`ErrorKind::DeviceLost`].
+    fn release(&self, segment: Self::Segment) -> Result<(), Refused<Self::Segment, Self::Error>>;
+
+    /// Records an event after all work queued on `stream` so far.
+    ///
+    /// # Errors
+    /// Any; the stream is unchanged.
+    fn record(&self, stream: &Self::Stream) -> Result<Self::Event, Self::Error>;
+
+    /// Asks, without waiting, whether an event is reached. "Not yet" is not an error.
+    ///
+    /// # Errors
+    /// Any but [`ErrorKind::OutOfMemory`].
+    fn query(&self, event: &Self::Event) -> Result<Completion, Self::Error>;
+
+    /// Blocks the calling thread until the event is reached.
+    ///
+    /// # Errors
+    /// Any but [`ErrorKind::OutOfMemory`].
+    fn wait(&self, event: &Self::Event) -> Result<(), Self::Error>;
+}
+
+/// Free and total memory of one device, in bytes.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct DeviceMemory {
+    /// Unused by any process.
+    pub free: u64,
+    /// The whole device.
+    pub total: u64,
+}
+
+/// Backends that know how large their devices are.
+pub trait MemoryInfo: Backend {
+    /// Free and total bytes of `device` (cuMemGetInfo).
+    ///
+    /// # Errors
+    /// Any but [`ErrorKind::OutOfMemory`].
+    fn memory(&self, device: DeviceId) -> Result<DeviceMemory, Self::Error>;
+}
+
+/// A range of address space without memory behind it. Owned like a [`Segment`].
+pub trait Reservation: Send + 'static {
+    /// First address, a multiple of [`SEGMENT_ALIGN`].
+    fn base(&self) -> Addr;
+
+    /// Length in bytes.
+    fn bytes(&self) -> u64;
+}
+
+/// Physical memory that can be mapped into a reservation. Owned; mapped in whole only.
+pub trait Page: Send + 'static {
+    /// Length in bytes, a multiple of the granularity.
+    fn bytes(&self) -> u64;
+}
+
+/// Backends that keep address space and physical memory apart (CUDA's cuMem* family).
+///
+/// Unlike [`Backend::release`], [`unmap`](VirtualMemory::unmap) waits for nothing: the allocator
+/// makes sure that no work still uses the range.
+pub trait VirtualMemory: Backend {
+    /// Its reservations.
+    type Reservation: Reservation;
+    /// Its physical pages.
+    type Page: Page;
+
+    /// What sizes of pages on `device` must be multiples of, in bytes (2 MiB on current GPUs).
+    fn granularity(&self, device: DeviceId) -> u64;
+
+    /// Reserves `bytes` of address space (cuMemAddressReserve).
+    ///
+    /// # Errors
+    /// [`ErrorKind::OutOfMemory`] if address space is exhausted.
+    fn reserve(&self, device: DeviceId, bytes: u64) -> Result<Self::Reservation, Self::Error>;
+
+    /// Gives address space back (cuMemAddressFree). Nothing may be mapped in it.
+    ///
+    /// # Errors
+    /// Hands the reservation back.
+    fn unreserve(
+        &self,
+        reservation: Self::Reservation,
+    ) -> Result<(), Refused<Self::Reservation, Self::Error>>;
+
+    /// Creates physical memory of `bytes` on `device` (cuMemCreate).
+    ///
+    /// # Errors
+    /// [`ErrorKind::OutOfMemory`] if there is no room.
+    fn create(&self, device: DeviceId, bytes: u64) -> Result<Self::Page, Self::Error>;
+
+    /// Gives physical memory back (cuMemRelease). It may not be mapped any more.
+    ///
+    /// # Errors
+    /// Hands the page back.
+    fn destroy(&self, page: Self::Page) -> Result<(), Refused<Self::Page, Self::Error>>;
+
+    /// Maps the whole of `page` at `at`, inside `reservation` (cuMemMap). Not yet accessible. A page
+    /// may be mapped at several addresses at once.
+    ///
+    /// # Errors
+    /// Any; nothing is mapped.
+    fn map(
+        &self,
+        reservation: &Self::Reservation,
+        at: Addr,
+        page: &Self::Page,
+    ) -> Result<(), Self::Error>;
+
+    /// Makes mapped `bytes` from `at` on readable and writable by `device` (cuMemSetAccess). May
+    /// span several pages; costs about the same for one as for a run of them.
+    ///
+    /// # Errors
+    /// Any; access is as before.
+    fn set_access(
+        &self,
+        reservation: &Self::Reservation,
+        at: Addr,
+        bytes: u64,
+        device: DeviceId,
+    ) -> Result<(), Self::Error>;
+
+    /// Unmaps the one page of `bytes` that is mapped at `at` (cuMemUnmap). The page itself stays.
+    ///
+    /// # Errors
+    /// Any; it is still mapped.
+    fn unmap(
+        &self,
+        reservation: &Self::Reservation,
+        at: Addr,
+        bytes: u64,
+    ) -> Result<(), Self::Error>;
+}

@@ -1,0 +1,7 @@
+//! Backend-generic caching memory allocators.
+#![forbid(unsafe_code)]
+
+pub mod backend;
+mod units;
+
+pub use units::{Addr, Bytes, DeviceId, PoolId, StreamId, align_up};

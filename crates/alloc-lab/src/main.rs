@@ -1,0 +1,3 @@
+//! The command-line laboratory.
+#![forbid(unsafe_code)]
+fn main() {}

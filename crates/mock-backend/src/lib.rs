@@ -1,0 +1,2 @@
+//! A deterministic simulated GPU that judges caching allocators.
+#![forbid(unsafe_code)]

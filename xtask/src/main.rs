@@ -1,0 +1,3 @@
+//! Developer tasks: `cargo xtask help`.
+#![forbid(unsafe_code)]
+fn main() {}
