@@ -28,6 +28,7 @@ const WORDS: usize = BINS.div_ceil(64);
 const RUN_MAX: usize = 64;
 
 /// The bin of a block size (a multiple of the quantum, not 0).
+#[inline]
 fn bin_of(bytes: u64) -> usize {
     let quanta = bytes / BLOCK_BYTES_MIN;
     if quanta < EXACT_BELOW {
@@ -82,7 +83,17 @@ impl Bin {
         }
     }
 
+    #[inline]
     fn insert(&mut self, entry: Entry) {
+        // The usual cases: an empty bin, or a block better than the one in it.
+        if self.low.last().is_none_or(|last| last.key > entry.key && self.low.len() < RUN_MAX) {
+            return self.low.push(entry);
+        }
+        self.insert_among(entry);
+    }
+
+    #[inline(never)]
+    fn insert_among(&mut self, entry: Entry) {
         let index = self.run_of(entry.key);
         let run = self.run(index);
         let at = position(run, entry.key);
@@ -99,7 +110,26 @@ impl Bin {
         }
     }
 
-    fn remove(&mut self, key: FreeKey) {
+    /// Removes `key`. Returns whether the bin is empty now.
+    #[inline]
+    fn remove(&mut self, key: FreeKey) -> bool {
+        // The usual case: the best block of the bin.
+        if self.low.len() == 1 || self.low.last().is_some_and(|last| last.key == key) {
+            if self.low.len() > 1 {
+                self.low.pop();
+                return false;
+            }
+            if self.rest.is_empty() && self.low[0].key == key {
+                self.low.clear();
+                return true;
+            }
+        }
+        self.remove_among(key);
+        self.low.is_empty()
+    }
+
+    #[inline(never)]
+    fn remove_among(&mut self, key: FreeKey) {
         let index = self.run_of(key);
         let run = self.run(index);
         let at = position(run, key);
@@ -119,7 +149,18 @@ impl Bin {
     }
 
     /// The smallest entry that is not below `key`.
+    #[inline]
     fn at_or_above(&self, key: FreeKey) -> Option<&Entry> {
+        match self.low.last() {
+            None => None,
+            Some(last) if last.key >= key => Some(last),
+            Some(_) if self.low.len() == 1 && self.rest.is_empty() => None,
+            Some(_) => self.at_or_above_among(key),
+        }
+    }
+
+    #[inline(never)]
+    fn at_or_above_among(&self, key: FreeKey) -> Option<&Entry> {
         if self.low.first()?.key >= key {
             let at = self.low.partition_point(|entry| entry.key >= key);
             return self.low.get(at.checked_sub(1)?);
@@ -127,10 +168,6 @@ impl Bin {
         let run = self.rest.get(self.rest.partition_point(|run| run[0].key < key))?;
         let at = run.partition_point(|entry| entry.key >= key);
         run.get(at.checked_sub(1)?)
-    }
-
-    fn is_empty(&self) -> bool {
-        self.low.is_empty()
     }
 
     fn iter(&self) -> impl DoubleEndedIterator<Item = &Entry> {
@@ -153,9 +190,10 @@ pub(crate) struct FreeIndex {
 const _: () = assert!(WORDS <= 64);
 
 impl FreeIndex {
+    #[inline]
     pub(crate) fn insert(&mut self, key: FreeKey, block: BlockIdx) {
         if self.bins.is_empty() {
-            self.bins.resize_with(BINS, Bin::default);
+            self.make_bins();
         }
         let bin = bin_of(key.bytes);
         self.bins[bin].insert(Entry { key, block });
@@ -164,13 +202,18 @@ impl FreeIndex {
         self.len += 1;
     }
 
+    #[cold]
+    fn make_bins(&mut self) {
+        self.bins.resize_with(BINS, Bin::default);
+    }
+
     /// # Panics
     /// If no block has this key.
+    #[inline]
     pub(crate) fn remove(&mut self, key: FreeKey) {
         let bin = bin_of(key.bytes);
-        self.bins[bin].remove(key);
         self.len -= 1;
-        if self.bins[bin].is_empty() {
+        if self.bins[bin].remove(key) {
             self.words[bin / 64] &= !(1 << (bin % 64));
             if self.words[bin / 64] == 0 {
                 self.summary &= !(1 << (bin / 64));

@@ -388,6 +388,7 @@ impl Heap {
         }
     }
 
+    #[inline]
     pub(crate) fn trace(
         &self,
         ledger: &mut Ledger<'_>,
@@ -395,7 +396,7 @@ impl Heap {
         addr: Addr,
         bytes: u64,
     ) {
-        ledger.trace.push(TraceEntry {
+        ledger.trace.push(|| TraceEntry {
             action,
             device: self.device,
             addr,
