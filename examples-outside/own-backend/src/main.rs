@@ -1,0 +1,3 @@
+fn main() {
+    println!("{}", alloc_core::Addr::new(5));
+}
