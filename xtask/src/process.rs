@@ -42,10 +42,12 @@ fn render(command: &Command) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::process::Stdio;
 
     #[test]
     fn a_failing_program_is_an_error_that_names_it() {
-        let error = run(Command::new("cargo").arg("no-such-verb")).unwrap_err().to_string();
+        let mut command = Command::new("cargo");
+        let error = run(command.arg("no-such-verb").stderr(Stdio::null())).unwrap_err().to_string();
         assert!(error.contains("cargo no-such-verb"), "{error}");
     }
 

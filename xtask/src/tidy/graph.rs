@@ -45,6 +45,10 @@ fn problem(
     dependency: &Dependency,
 ) -> Option<String> {
     let (from, to) = (&package.name, &dependency.name);
+    if from == to {
+        // Only cargo's way to give a crate's own tests another feature of it.
+        return None;
+    }
     let is_dev = dependency.kind == Some(DependencyKind::Dev);
     let Some(member) = workspace.packages.iter().find(|member| member.name == *to) else {
         return outside_problem(row, to, is_dev);
@@ -156,6 +160,11 @@ mod tests {
             ("alloc-lab", &[("alloc-core", None, "^0.1"), ("mock-backend", None, "^0.1")][..]);
         let shm = ("alloc-shm", &[("alloc-core", None, "^0.1"), ("mock-backend", DEV, "^0.1")][..]);
         check(&[CORE, MOCK, lab, shm], &[]);
+    }
+
+    #[test]
+    fn tests_may_ask_for_features_of_their_own_crate() {
+        check(&[("alloc-shm", &[("alloc-shm", DEV, "*")])], &[]);
     }
 
     #[test]

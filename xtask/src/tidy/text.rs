@@ -58,18 +58,14 @@ fn in_file(file: &File) -> Vec<Finding> {
     found
 }
 
-/// The folder, if a line has an absolute path into one of [`MACHINE_FOLDERS`].
+/// The folder, if a line has an absolute path to something in one of [`MACHINE_FOLDERS`].
 fn machine_folder(line: &str) -> Option<&'static str> {
     line.match_indices('/').find_map(|(at, _)| {
         // After a name it is a separator inside a relative path.
         let is_inside =
             line[..at].ends_with(|c: char| c.is_alphanumeric() || "_.-~}>*)]".contains(c));
-        let part = &line[at + 1..];
-        let end =
-            part.find(|c: char| !(c.is_alphanumeric() || "_.-".contains(c))).unwrap_or(part.len());
-        let folder =
-            MACHINE_FOLDERS.into_iter().find(|folder| *folder == part[..end].trim_end_matches('.'));
-        folder.filter(|_| !is_inside)
+        let (first, _) = line[at + 1..].split_once('/')?;
+        MACHINE_FOLDERS.into_iter().find(|folder| *folder == first && !is_inside)
     })
 }
 
@@ -112,15 +108,13 @@ mod tests {
     #[test]
     fn machine_paths_are_found() {
         for folder in MACHINE_FOLDERS {
-            for (before, after) in
-                [("", "/x"), ("see `", "`"), ("file://", "/a.rs:3"), ("(", ")"), ("in ", ".")]
-            {
-                check("a.md", &format!("one\n{before}/{folder}{after}\n"), &[(2, "machine-path")]);
+            for before in ["", "see `", "file://", "(", "in "] {
+                check("a.md", &format!("one\n{before}/{folder}/x\n"), &[(2, "machine-path")]);
             }
-            for (before, after) in [("src", "/x"), ("", "shop/x"), ("$X}", "/"), ("and", "-around")]
-            {
-                check("a.md", &format!("{before}/{folder}{after}\n"), &[]);
+            for before in ["src", "$X}", "a/src", "/shop"] {
+                check("a.md", &format!("{before}/{folder}/x\n"), &[]);
             }
+            check("a.md", &format!("/{folder}-around/x and /{folder}\n"), &[]);
         }
     }
 
