@@ -21,7 +21,9 @@ pub(crate) fn run(workspace: &Workspace) -> Result<()> {
     let published: Vec<_> = workspace.packages.iter().filter(|p| p.is_published()).collect();
     make_packages(workspace, &published)?;
     let outside = Outside::new(workspace, &published)?;
+    eprintln!("Checking the packages, in {}", outside.folder.display());
     outside.check_packages(&published)?;
+    eprintln!("Using them, in {}", outside.example_folder().display());
     outside.use_example()
 }
 
@@ -66,21 +68,21 @@ impl<'a> Outside<'a> {
         let archive = self.workspace.target.join("package").join(archive);
         let folder = self.crate_folder(&package.name);
         fs::create_dir_all(&folder)?;
-        process::output(
-            Command::new("tar").args(["-x", "-z", "--strip-components=1", "-f"]).args([
-                &archive,
-                Path::new("-C"),
-                &folder,
-            ]),
-        )?;
+        // The dates in the archive are of 2006 whatever is in it, so cargo would take what it built
+        // last for newer: leave them out (-m).
+        let mut tar = Command::new("tar");
+        tar.args(["-x", "-z", "-m", "--strip-components=1", "-f"]);
+        process::output(tar.args([&archive, Path::new("-C"), &folder]))?;
         Ok(())
     }
 
+    fn example_folder(&self) -> PathBuf {
+        self.folder.join(OUTSIDE_EXAMPLE)
+    }
+
     fn copy_example(&self) -> Result<()> {
-        let (from, to) =
-            (self.workspace.root.join(OUTSIDE_EXAMPLE), self.folder.join(OUTSIDE_EXAMPLE));
-        copy_folder(&from, &to)?;
-        self.copy_lock(&to)
+        copy_folder(&self.workspace.root.join(OUTSIDE_EXAMPLE), &self.example_folder())?;
+        self.copy_lock(&self.example_folder())
     }
 
     /// With the workspace's own lock file the same versions are built, most of them already.
@@ -91,40 +93,46 @@ impl<'a> Outside<'a> {
 
     /// Checks that every package has all it needs to be built.
     fn check_packages(&self, published: &[&Package]) -> Result<()> {
-        let manifest = self.folder.join("Cargo.toml");
-        fs::write(&manifest, "[workspace]\nresolver = \"3\"\nmembers = [\"crates/*\"]\n")?;
-        self.copy_lock(&self.folder)?;
-        let used = |package: &&Package| {
+        let used = |package: &&&Package| {
             let mut dependencies = published.iter().flat_map(|other| &other.dependencies);
             dependencies
                 .any(|dependency| dependency.kind.is_none() && dependency.name == package.name)
         };
-        let used = published.iter().copied().filter(used).map(|package| package.name.as_str());
-        process::run(self.cargo("check", &manifest, used).arg("--workspace"))
+        let used = published.iter().filter(used).map(|package| package.name.as_str());
+        let members = "[workspace]\nresolver = \"3\"\nmembers = [\"crates/*\"]\n";
+        fs::write(self.folder.join("Cargo.toml"), format!("{members}\n{}", self.patch(used)))?;
+        self.copy_lock(&self.folder)?;
+        process::run(&mut self.cargo(&self.folder, ["check", "--quiet", "--workspace"]))
     }
 
     /// Lints, tests and runs the example.
     fn use_example(&self) -> Result<()> {
-        let manifest = self.folder.join(OUTSIDE_EXAMPLE).join("Cargo.toml");
-        let cargo = |verb| self.cargo(verb, &manifest, OUTSIDE_USES);
-        process::run(cargo("clippy").args(["--all-targets", "--", "-D", "warnings"]))?;
-        process::run(&mut cargo("test"))?;
-        process::run(&mut cargo("run"))
+        let folder = self.example_folder();
+        fs::create_dir_all(folder.join(".cargo"))?;
+        fs::write(folder.join(".cargo/config.toml"), self.patch(OUTSIDE_USES))?;
+        for args in [
+            &["clippy", "--quiet", "--all-targets", "--", "-D", "warnings"][..],
+            &["test", "--quiet"],
+            &["run", "--quiet"],
+        ] {
+            process::run(&mut self.cargo(&folder, args.iter().copied()))?;
+        }
+        Ok(())
     }
 
-    /// A cargo command on `manifest` for which a registry seems to have the unpacked `crates`.
-    fn cargo<'c>(
-        &self,
-        verb: &str,
-        manifest: &Path,
-        crates: impl IntoIterator<Item = &'c str>,
-    ) -> Command {
-        let mut command = self.workspace.cargo([verb, "--quiet", "--manifest-path"]);
-        command.arg(manifest);
+    /// A table that makes it look as if a registry had the unpacked `crates`.
+    fn patch<'c>(&self, crates: impl IntoIterator<Item = &'c str>) -> String {
+        let mut table = "[patch.crates-io]\n".to_owned();
         for name in crates {
-            let patch = format!("patch.crates-io.{name}.path={:?}", self.crate_folder(name));
-            command.args(["--config", &patch]);
+            table += &format!("{name} = {{ path = {:?} }}\n", self.crate_folder(name));
         }
+        table
+    }
+
+    /// A cargo command that runs in `folder`.
+    fn cargo<'c>(&self, folder: &Path, args: impl IntoIterator<Item = &'c str>) -> Command {
+        let mut command = self.workspace.cargo(args);
+        command.current_dir(folder);
         // The profile and the folder of the workspace, so that its build of the dependencies serves.
         command.env("CARGO_PROFILE_DEV_DEBUG", "line-tables-only");
         command.env("CARGO_TARGET_DIR", &self.workspace.target);
