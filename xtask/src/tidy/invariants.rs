@@ -1,8 +1,9 @@
 //! docs/invariants.md against the code: what is written there must be kept somewhere and tested
 //! somewhere, and what code refers to must be written there.
 //!
-//! A heading `## I7: …` defines an invariant; the word `I7` anywhere in a crate's Rust cites it. A
-//! heading that ends in `(planned)` asks for no citation yet.
+//! A heading `## I7: …` defines an invariant; the word `I7` anywhere in a crate's Rust cites it. So
+//! do `E1` and its like, for expandable segments. A heading that ends in `(planned)` asks for no
+//! citation yet.
 
 use super::Finding;
 use super::tree::{File, Tree};
@@ -22,32 +23,31 @@ pub(super) fn findings(tree: &Tree) -> Vec<Finding> {
     let Some(document) = tree.file(DOCUMENT) else {
         return Vec::new();
     };
-    let documented: BTreeSet<u32> = definitions(document).map(|(_, number, _)| number).collect();
-    let mut cited: BTreeMap<u32, Citations> = BTreeMap::new();
+    let documented: BTreeSet<&str> = definitions(document).map(|(_, name, _)| name).collect();
+    let mut cited: BTreeMap<&str, Citations> = BTreeMap::new();
     let mut found = Vec::new();
     for file in tree.rust().filter(|file| file.path.starts_with("crates/")) {
-        for (line, is_test, number) in citations(file) {
-            let entry = cited.entry(number).or_default();
+        for (line, is_test, name) in citations(file) {
+            let entry = cited.entry(name).or_default();
             entry.in_test |= is_test;
             entry.in_code |= !is_test;
-            if !documented.contains(&number) {
-                let message = format!(
-                    "I{number} is not in {DOCUMENT}; describe it there or correct the number"
-                );
+            if !documented.contains(name) {
+                let message =
+                    format!("{name} is not in {DOCUMENT}; describe it there or correct the name");
                 found.push(Finding::new(&file.path, line, RULE, message));
             }
         }
     }
-    for (line, number, is_planned) in definitions(document) {
+    for (line, name, is_planned) in definitions(document) {
         if is_planned {
             continue;
         }
-        let citations = cited.remove(&number).unwrap_or_default();
+        let citations = cited.remove(name).unwrap_or_default();
         for (is_cited, place) in
             [(citations.in_code, "the code that keeps it"), (citations.in_test, "a test")]
         {
             if !is_cited {
-                let message = format!("I{number} is not cited in {place}; write `I{number}` there");
+                let message = format!("{name} is not cited in {place}; write `{name}` there");
                 found.push(Finding::new(DOCUMENT, line, RULE, message));
             }
         }
@@ -55,21 +55,23 @@ pub(super) fn findings(tree: &Tree) -> Vec<Finding> {
     found
 }
 
-/// The line, number and plannedness of each invariant that the document defines.
-fn definitions(document: &File) -> impl Iterator<Item = (usize, u32, bool)> {
+/// The line, name and plannedness of each invariant that the document defines.
+fn definitions(document: &File) -> impl Iterator<Item = (usize, &str, bool)> {
     document.text.lines().enumerate().filter_map(|(index, line)| {
-        let number = numbers(line.strip_prefix("## ")?).next()?;
-        Some((index + 1, number, line.ends_with("(planned)")))
+        let name = names(line.strip_prefix("## ")?).next()?;
+        Some((index + 1, name, line.ends_with("(planned)")))
     })
 }
 
-/// The line of each citation in a file, whether it stands in a test, and the number.
-fn citations(file: &File) -> Vec<(usize, bool, u32)> {
+/// The line of each citation in a file, whether it stands in a test, and the name.
+fn citations(file: &File) -> Vec<(usize, bool, &str)> {
     let is_test_file = file.path.contains("/tests/") || file.path.ends_with("/tests.rs");
     let tests_start = if is_test_file { 0 } else { test_module_line(&file.text) };
     let lines = file.text.lines().enumerate();
     lines
-        .flat_map(|(index, line)| numbers(line).map(move |n| (index + 1, index >= tests_start, n)))
+        .flat_map(|(index, line)| {
+            names(line).map(move |name| (index + 1, index >= tests_start, name))
+        })
         .collect()
 }
 
@@ -82,10 +84,11 @@ fn test_module_line(text: &str) -> usize {
     lines.windows(2).position(opens).unwrap_or(lines.len())
 }
 
-/// The `n` of every word `I<n>` in a line.
-fn numbers(line: &str) -> impl Iterator<Item = u32> {
+/// Every word of a line that is `I` or `E` and a number.
+fn names(line: &str) -> impl Iterator<Item = &str> {
+    let is_number = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
     line.split(|c: char| !c.is_alphanumeric() && c != '_')
-        .filter_map(|word| word.strip_prefix('I')?.parse().ok())
+        .filter(move |word| word.strip_prefix(['I', 'E']).is_some_and(is_number))
 }
 
 #[cfg(test)]
@@ -148,10 +151,8 @@ mod tests {
     }
 
     #[test]
-    fn only_whole_words_are_numbers() {
-        assert_eq!(
-            numbers("I7: I10, (I3) but not I/O, I8x, XI2, I_4 or `Is`").collect::<Vec<_>>(),
-            [7, 10, 3]
-        );
+    fn only_whole_words_are_names() {
+        let line = "I7: I10, (E3) but not I/O, I8x, XI2, I_4, 1E5, 0xE3 or `Is`";
+        assert_eq!(names(line).collect::<Vec<_>>(), ["I7", "I10", "E3"]);
     }
 }
