@@ -96,12 +96,8 @@ impl<E: Engine, M: FnMut(&Plan) -> Result<E, Failure>, P: FnMut(u32, u64)> Searc
         let capacity = steps.saturating_mul(STEP);
         (self.progress)(self.runs, capacity);
         self.runs += 1;
-        let plan = Plan {
-            capacity,
-            streams: self.workload.streams.len(),
-            feed: Vec::new(),
-            trace: false,
-        };
+        let plan =
+            Plan { capacity, streams: self.workload.streams.len(), feed: Vec::new(), trace: false };
         match completes(&mut (self.make)(&plan)?, self.workload) {
             Ok(()) => Ok(true),
             Err(stopped) if stopped.is_out_of_memory() && capacity < u64::MAX => Ok(false),
@@ -150,8 +146,10 @@ mod tests {
         let fit = fit(make, &w, "x", |_, _| {}).unwrap();
         assert!(fit.capacity < fit.unlimited_peak);
         assert_eq!(completes(&mut Fake::new(fit.capacity, []), &w), Ok(()));
-        assert!(fit.capacity - STEP < fit.requested_peak
-            || completes(&mut Fake::new(fit.capacity - STEP, []), &w).is_err());
+        assert!(
+            fit.capacity - STEP < fit.requested_peak
+                || completes(&mut Fake::new(fit.capacity - STEP, []), &w).is_err()
+        );
     }
 
     #[test]

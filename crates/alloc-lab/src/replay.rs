@@ -359,8 +359,12 @@ mod tests {
         let feed = |w: &Workload| replay(make, w, options(64 * MIB), |_| {}).unwrap().feed;
         let w = workload(TRACE);
         let differs = |text: &str| Feed::Differs(text.to_owned());
-        assert_eq!(feed(&w), differs("segment 3 of 2097152 bytes was taken after the 2 recorded ones"));
-        let exact = workload(&TRACE.replace("5,alloc", "5,segment_alloc,2097152,2097152,0\n5,alloc"));
+        assert_eq!(
+            feed(&w),
+            differs("segment 3 of 2097152 bytes was taken after the 2 recorded ones")
+        );
+        let exact =
+            workload(&TRACE.replace("5,alloc", "5,segment_alloc,2097152,2097152,0\n5,alloc"));
         assert_eq!(feed(&exact), Feed::Exact);
         let mut more = exact.clone();
         more.segments.push(RecordedSegment { addr: 64 * MIB, bytes: 2 * MIB });
@@ -384,7 +388,7 @@ mod tests {
         assert_eq!(
             text,
             "w.csv:8: does not fit: an allocation of 2.00 MiB (2097152 bytes) failed with ours on \
-             a device of 7.00 MiB, after 4 operations\n  4194304 bytes held"
+             a device of 7.00 MiB, after 4 operations\n  6291456 bytes held"
         );
     }
 

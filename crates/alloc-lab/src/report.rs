@@ -205,8 +205,17 @@ pub fn json(row: &impl Serialize) -> String {
 /// The table of one file's replays, with what there is to note below it.
 pub fn replay_table(workload: &Workload, rows: &[(Configuration, Outcome)]) -> String {
     let mut table = new_table(&[
-        "configuration", "allocated", "reserved", "÷ requested", "segments", "driver calls",
-        "handles", "remapped", "stall ms", "% of run", "ns/op",
+        "configuration",
+        "allocated",
+        "reserved",
+        "÷ requested",
+        "segments",
+        "driver calls",
+        "handles",
+        "remapped",
+        "stall ms",
+        "% of run",
+        "ns/op",
     ]);
     for (configuration, outcome) in rows {
         table.add_row(replay_cells(workload, configuration, outcome));
@@ -241,7 +250,13 @@ pub fn verify_table(rows: &[VerifyRow]) -> String {
 /// The table of searches for the smallest device.
 pub fn fit_table(rows: &[FitRow]) -> String {
     let mut table = new_table(&[
-        "file", "configuration", "smallest device", "bytes", "÷ requested", "unlimited", "runs",
+        "file",
+        "configuration",
+        "smallest device",
+        "bytes",
+        "÷ requested",
+        "unlimited",
+        "runs",
     ]);
     for row in rows {
         let label = format!("{} {}", row.policy, row.conf);
@@ -405,7 +420,10 @@ mod tests {
             "a.csv: 0 operations in 2.000 s, peak requested 1.000 GiB (1,073,741,824 bytes)\n"
         ));
         for part in [
-            "2.000 GiB", "2.0000", "20.00", "1.000",
+            "2.000 GiB",
+            "2.0000",
+            "20.00",
+            "1.000",
             "pytorch: took exactly the 0 recorded segments",
             "ours: differs from the recorded segments: segment 2",
             "ours: STOPPED at line 70; figures are for 1,234 operations",

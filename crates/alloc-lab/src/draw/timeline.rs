@@ -52,8 +52,12 @@ impl Sampler {
     /// `value` holds from `x` on. An `x` smaller than an earlier one counts there.
     pub fn push(&mut self, x: u64, value: u64) {
         let at = u128::from(x.min(self.x_max)) * (COLUMNS as u128 - 1) / u128::from(self.x_max);
-        let column = self.columns[at as usize]
-            .get_or_insert(Column { first: value, low: value, high: value, last: value });
+        let column = self.columns[at as usize].get_or_insert(Column {
+            first: value,
+            low: value,
+            high: value,
+            last: value,
+        });
         column.low = column.low.min(value);
         column.high = column.high.max(value);
         column.last = value;
@@ -175,9 +179,7 @@ fn draw_panel(svg: &mut Svg, panel: &Panel, top: f64) {
         ));
     }
     let (bottom, right) = (plot.top + PLOT_HEIGHT, LEFT + COLUMNS as f64);
-    svg.push(format_args!(
-        r#"<path d="M{LEFT:.1} {bottom:.1}H{right:.1}" stroke="{MUTED}"/>"#
-    ));
+    svg.push(format_args!(r#"<path d="M{LEFT:.1} {bottom:.1}H{right:.1}" stroke="{MUTED}"/>"#));
 }
 
 fn draw_legend(svg: &mut Svg, panel: &Panel, top: f64) {
@@ -270,7 +272,8 @@ impl Plot {
         let mut path = String::new();
         let mut drawn = String::new();
         for (i, column) in samples.filled().enumerate() {
-            let levels = [column.low, column.high, column.last].map(|v| format!("{:.1}", self.y(v)));
+            let levels =
+                [column.low, column.high, column.last].map(|v| format!("{:.1}", self.y(v)));
             if path.is_empty() {
                 let _ = write!(path, "M{LEFT:.0} {:.1}", self.y(column.first));
             }
@@ -338,7 +341,12 @@ mod tests {
     fn axes_have_units_and_lines_have_names() {
         let svg = render(&[panel(5_000_000), panel(9_000)]);
         for text in [
-            "a &lt; b", "memory, GiB", "time, s", "time, ms", "requested, peak 2", "policy 2, peak 2",
+            "a &lt; b",
+            "memory, GiB",
+            "time, s",
+            "time, ms",
+            "requested, peak 2",
+            "policy 2, peak 2",
             "(1.000 × requested)",
         ] {
             assert!(svg.contains(text), "{text}");

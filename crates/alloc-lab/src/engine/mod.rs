@@ -1,12 +1,10 @@
 //! What a replay needs of an allocator on a device, so that replaying, verifying and searching are
 //! written once and tested without either.
 
-mod core;
 #[cfg(test)]
 pub(crate) mod fake;
 
 use crate::format::golden::{Block, Class, TraceRow};
-pub use core::CoreEngine;
 
 /// Why an operation failed.
 #[derive(Clone, PartialEq, Eq, Debug)]

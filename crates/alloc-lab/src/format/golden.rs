@@ -339,9 +339,7 @@ impl<'de> Visitor<'de> for OpVisitor {
                 inner: args.next_element()?.flatten(),
             },
             "free" => Op::Free(next(&mut args)?),
-            "record_stream" => {
-                Op::RecordStream { id: next(&mut args)?, stream: next(&mut args)? }
-            }
+            "record_stream" => Op::RecordStream { id: next(&mut args)?, stream: next(&mut args)? },
             "busy" => Op::Busy(next(&mut args)?),
             "sync" => Op::Sync,
             "empty_cache" => Op::EmptyCache,

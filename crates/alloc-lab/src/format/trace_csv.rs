@@ -170,17 +170,32 @@ mod tests {
     #[test]
     fn what_is_wrong_is_named_with_its_line() {
         for (row, message) in [
-            ("1,alloc,2,3", "t.csv:2: 4 columns instead of 5 (time_us,op,id,bytes,stream): \"1,alloc,2,3\""),
-            ("1,alloc,2,3,0,9", "t.csv:2: 6 columns instead of 5 (time_us,op,id,bytes,stream): \"1,alloc,2,3,0,9\""),
+            (
+                "1,alloc,2,3",
+                "t.csv:2: 4 columns instead of 5 (time_us,op,id,bytes,stream): \"1,alloc,2,3\"",
+            ),
+            (
+                "1,alloc,2,3,0,9",
+                "t.csv:2: 6 columns instead of 5 (time_us,op,id,bytes,stream): \"1,alloc,2,3,0,9\"",
+            ),
             ("x,alloc,2,3,0", "t.csv:2: time_us is not a number: \"x\""),
             ("1,alloc,2,-3,0", "t.csv:2: bytes is not a number: \"-3\""),
             ("1,alloc,,3,0", "t.csv:2: id is not a number: \"\""),
-            ("1,malloc,2,3,0", "t.csv:2: unknown op \"malloc\": expected alloc, free or segment_alloc"),
-            ("1,alloc,2,99999999999999999999,0", "t.csv:2: bytes is more than 64 bits can count: \"99999999999999999999\""),
+            (
+                "1,malloc,2,3,0",
+                "t.csv:2: unknown op \"malloc\": expected alloc, free or segment_alloc",
+            ),
+            (
+                "1,alloc,2,99999999999999999999,0",
+                "t.csv:2: bytes is more than 64 bits can count: \"99999999999999999999\"",
+            ),
             ("1,alloc,2,3,4294967296", "t.csv:2: no such stream: 4294967296"),
             ("1,free,2,3,0", "t.csv:2: free of id 2, which is not live: never allocated"),
             ("1,free,2,three,0", "t.csv:2: bytes is not a number: \"three\""),
-            ("1,segment_alloc,1048576,2097152,0", "t.csv:2: segment address 1048576 is not a multiple of 2 MiB"),
+            (
+                "1,segment_alloc,1048576,2097152,0",
+                "t.csv:2: segment address 1048576 is not a multiple of 2 MiB",
+            ),
             ("1,segment_alloc,2097152,0,0", "t.csv:2: impossible segment of 0 bytes at 2097152"),
         ] {
             assert_eq!(error_of(row), message);
@@ -191,7 +206,10 @@ mod tests {
     fn other_files_are_not_taken_for_traces() {
         assert_eq!(parse("").unwrap_err(), "t.csv: is empty");
         assert!(parse("{\"ops\": []}").unwrap_err().starts_with("t.csv:1: not a trace: "));
-        assert_eq!(read(Path::new("t"), &b"\xff\xfe"[..]).unwrap_err().to_string(), "t:1: not text");
+        assert_eq!(
+            read(Path::new("t"), &b"\xff\xfe"[..]).unwrap_err().to_string(),
+            "t:1: not text"
+        );
         let long = "a".repeat(10_000);
         assert!(parse(&long).unwrap_err().len() < 200);
     }

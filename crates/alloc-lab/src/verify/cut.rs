@@ -86,8 +86,19 @@ mod tests {
     #[test]
     fn every_operation_takes_its_entries() {
         let all = [
-            SegmentAlloc, Alloc, FreeCompleted, SegmentFree, Oom, FreeRequested, FreeCompleted,
-            FreeRequested, FreeCompleted, SegmentUnmap, SegmentFree, Snapshot, Alloc,
+            SegmentAlloc,
+            Alloc,
+            FreeCompleted,
+            SegmentFree,
+            Oom,
+            FreeRequested,
+            FreeCompleted,
+            FreeRequested,
+            FreeCompleted,
+            SegmentUnmap,
+            SegmentFree,
+            Snapshot,
+            Alloc,
         ];
         let trace = trace(&all);
         let mut cutter = Cutter::new(&trace);

@@ -193,7 +193,13 @@ impl<'a, E: Recorded> Run<'a, E> {
         Ok(())
     }
 
-    fn allocate(&mut self, step: &Step, id: u64, bytes: u64, stream: u32) -> Result<(), Difference> {
+    fn allocate(
+        &mut self,
+        step: &Step,
+        id: u64,
+        bytes: u64,
+        stream: u32,
+    ) -> Result<(), Difference> {
         if let Some(&base) = self.maps.get(self.maps_done) {
             self.engine.feed_reservation(base);
         }

@@ -142,7 +142,8 @@ impl Pen {
         self.bar(svg, 0, begin, BLOCKS_HEIGHT + 1.0, PAGES_HEIGHT, PAGES);
         let blocks = segment.blocks.iter().map(|block| block.bytes);
         let mut separators = self.separators(blocks, 0.0, BLOCKS_HEIGHT);
-        separators += &self.separators(segment.pages.iter().copied(), BLOCKS_HEIGHT + 1.0, PAGES_HEIGHT);
+        separators +=
+            &self.separators(segment.pages.iter().copied(), BLOCKS_HEIGHT + 1.0, PAGES_HEIGHT);
         if !separators.is_empty() {
             svg.push(format_args!(r##"<path d="{separators}" stroke="#fff" stroke-width=".6"/>"##));
         }
@@ -194,7 +195,9 @@ mod tests {
     fn every_segment_is_drawn_inside_the_page() {
         let svg = map().to_svg();
         assert_eq!(svg.matches("<g>").count(), 5);
-        assert!(svg.contains("<title>0x90000000, 40.00 MiB, 3 blocks, pages 2 × 20.00 MiB</title>"));
+        assert!(
+            svg.contains("<title>0x90000000, 40.00 MiB, 3 blocks, pages 2 × 20.00 MiB</title>")
+        );
         assert!(svg.contains("t at operation 5"));
         let number = |text: &str, name: &str| -> f64 {
             let from = text.split(&format!(" {name}=\"")).nth(1).unwrap();

@@ -91,7 +91,10 @@ free (largest 20.00 MiB); one character is 32.00 KiB
     ################################................................
 ";
         assert!(text.contains(expected), "{text}");
-        assert!(text.contains("  0x90000000 40.00 MiB expandable, pages 2 × 20.00 MiB\n"), "{text}");
+        assert!(
+            text.contains("  0x90000000 40.00 MiB expandable, pages 2 × 20.00 MiB\n"),
+            "{text}"
+        );
         assert!(text.starts_with("t at operation 5\n5 segments, 84.00 MiB, "), "{text}");
         let rulers = text.lines().filter(|line| line.trim().starts_with("|---")).count();
         assert_eq!(rulers, 2, "{text}");
