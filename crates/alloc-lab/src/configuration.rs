@@ -1,5 +1,9 @@
 //! Which allocator is replayed on: a policy and a settings string.
 
+use alloc_core::{Config, Policy};
+
+use crate::error::Failure;
+
 /// Memory of the device that is simulated if nobody says otherwise, in bytes: an NVIDIA H200, the
 /// one on which the recordings were made.
 pub const DEFAULT_CAPACITY: u64 = 150_109_880_320;
@@ -16,9 +20,14 @@ pub enum PolicyName {
 impl PolicyName {
     /// The name on the command line and in reports.
     pub const fn name(self) -> &'static str {
+        self.policy().name()
+    }
+
+    /// The allocator's word for it.
+    pub const fn policy(self) -> Policy {
         match self {
-            PolicyName::Pytorch => "pytorch",
-            PolicyName::Ours => "ours",
+            PolicyName::Pytorch => Policy::Pytorch,
+            PolicyName::Ours => Policy::Ours,
         }
     }
 }
@@ -51,6 +60,26 @@ impl Configuration {
                 Self::new(Ours, ""),
             ],
         }
+    }
+
+    /// The allocator's configuration.
+    ///
+    /// # Errors
+    /// [`Failure::Usage`] if the settings string is wrong.
+    pub fn config(&self) -> Result<Config, Failure> {
+        let mut config = Config::of(self.policy.policy());
+        config.apply(&self.conf).map_err(|e| Failure::Usage(format!("--conf: {e}")))?;
+        Ok(config)
+    }
+
+    /// Whether segments are obtained as PyTorch obtains them by default, so that recorded addresses
+    /// can be handed out.
+    ///
+    /// # Errors
+    /// As [`config`](Self::config).
+    pub fn takes_recorded_segments(&self) -> Result<bool, Failure> {
+        let config = self.config()?;
+        Ok(config.policy == Policy::Pytorch && !config.settings.expandable_segments)
     }
 
     /// Short text for tables: the policy, and the settings if there are any.

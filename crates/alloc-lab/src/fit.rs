@@ -97,7 +97,7 @@ impl<E: Engine, M: FnMut(&Plan) -> Result<E, Failure>, P: FnMut(u32, u64)> Searc
         (self.progress)(self.runs, capacity);
         self.runs += 1;
         let plan =
-            Plan { capacity, streams: self.workload.streams.len(), feed: Vec::new(), trace: false };
+            Plan { capacity, streams: self.workload.streams.len(), feed: Vec::new(), watch: false };
         match completes(&mut (self.make)(&plan)?, self.workload) {
             Ok(()) => Ok(true),
             Err(stopped) if stopped.is_out_of_memory() && capacity < u64::MAX => Ok(false),

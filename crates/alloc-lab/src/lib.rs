@@ -1,6 +1,7 @@
 #![doc = include_str!("../README.md")]
 #![forbid(unsafe_code)]
 
+pub mod cli;
 pub mod configuration;
 pub mod draw;
 pub mod engine;

@@ -2,11 +2,11 @@
 
 use std::time::{Duration, Instant};
 
-use alloc_core::Bytes;
+use alloc_core::{Bytes, TraceAction};
 
 use crate::engine::{DriverFigures, Engine, EngineError};
 use crate::error::Failure;
-use crate::format::golden::{TraceAction, TraceRow};
+use crate::format::golden::TraceRow;
 use crate::workload::{Action, Op, RecordedSegment, Workload};
 
 /// Host time is the best of so many passes, unless [`TIMING_BUDGET`] is spent earlier.
@@ -24,8 +24,9 @@ pub struct Plan {
     pub streams: usize,
     /// Segments to hand out, as long as the allocator asks for the same sizes.
     pub feed: Vec<RecordedSegment>,
-    /// Whether the engine keeps trace entries.
-    pub trace: bool,
+    /// Whether the engine keeps trace entries and an exact account of driver calls, and whether the
+    /// simulated device judges its allocations. Costs time, so not while time is measured.
+    pub watch: bool,
 }
 
 /// What to do in a replay besides replaying.
@@ -144,10 +145,10 @@ pub fn replay<E: Engine>(
     let fed = options.feed && !workload.segments.is_empty();
     let feed = if fed { workload.segments.clone() } else { Vec::new() };
     let mut plan =
-        Plan { capacity: options.capacity, streams: workload.streams.len(), feed, trace: fed };
+        Plan { capacity: options.capacity, streams: workload.streams.len(), feed, watch: true };
     let mut outcome = observe(&mut make(&plan)?, workload, fed, watch);
     if options.timing && outcome.stopped.is_none() && !workload.ops.is_empty() {
-        plan.trace = false;
+        plan.watch = false;
         let best = best_time(|| make(&plan), workload)?;
         outcome.ns_per_op = best.map(|time| time.as_nanos() as f64 / workload.ops.len() as f64);
     }
@@ -177,21 +178,24 @@ fn observe<E: Engine>(
     let mut trace = Vec::new();
     let (mut live, mut peak) = (0u128, 0u128);
     let mut done = 0;
-    let stopped = run(engine, &workload.ops, |engine, i, op| {
+    let mut stopped = run(engine, &workload.ops, |engine, i, op| {
         match op.action {
             Action::Alloc { bytes, .. } => live += u128::from(bytes),
             Action::Free { bytes } => live -= u128::from(bytes),
         }
         peak = peak.max(live);
         done = i + 1;
-        if fed {
-            engine.take_trace(&mut trace);
-            trace.drain(..).for_each(|row| check.see(row));
-        }
+        engine.take_trace(&mut trace);
+        trace.drain(..).for_each(|row| check.see(row));
         let (requested, reserved) = (saturate(live), engine.reserved());
         watch(Moment { ops: done, time_us: op.time_us, requested, reserved });
     })
     .err();
+    if let (None, Some(objection), Some(last)) = (&stopped, engine.objection(), workload.ops.last())
+    {
+        let error = EngineError::Refused(format!("the simulated device objects: {objection}"));
+        stopped = Some(Stopped { line: last.line, ops: done, bytes: None, error });
+    }
     Outcome {
         ops: done,
         requested_peak: saturate(peak),

@@ -19,7 +19,7 @@ pub(super) fn run(args: &SegmentsArgs, out: &mut dyn Write) -> Result<bool, Fail
     let (label, capacity) = (configuration.label(), args.device.capacity);
     let feed = !args.device.no_feed && configuration.takes_recorded_segments()?;
     let feed = if feed { workload.segments.clone() } else { Vec::new() };
-    let plan = Plan { capacity, streams: workload.streams.len(), feed, trace: false };
+    let plan = Plan { capacity, streams: workload.streams.len(), feed, watch: false };
     let mut engine = CoreEngine::new(&configuration, &plan)?;
     if let Err(stopped) = run_to(&mut engine, &workload, ops) {
         return Err(stopped.failure(&workload, &label, capacity));

@@ -3,8 +3,10 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
+use alloc_core::TraceAction;
+
 use super::{DriverFigures, Engine, EngineError, Recorded, SegmentView};
-use crate::format::golden::{Block, BlockState, Class, TraceAction, TraceRow};
+use crate::format::golden::{Block, BlockState, Class, TraceRow};
 
 const UNIT: u64 = 2 << 20;
 
@@ -22,6 +24,7 @@ pub(crate) struct Fake {
     allocated: u64,
     allocated_peak: u64,
     ooms: i64,
+    pub(crate) objection: Option<String>,
 }
 
 #[derive(Clone, Copy)]
@@ -132,6 +135,10 @@ impl Engine for Fake {
         self.driver
     }
 
+    fn objection(&self) -> Option<String> {
+        self.objection.clone()
+    }
+
     fn take_trace(&mut self, out: &mut Vec<TraceRow>) {
         out.append(&mut self.trace);
     }
@@ -175,17 +182,23 @@ impl Recorded for Fake {
         Ok(())
     }
 
-    fn set_limit(&mut self, bytes: u64) {
+    fn set_limit(&mut self, bytes: u64) -> Result<(), EngineError> {
         self.capacity = bytes;
+        Ok(())
     }
 
-    fn reset_peak(&mut self) {
+    fn reset_peak(&mut self) -> Result<(), EngineError> {
         self.allocated_peak = self.allocated;
+        Ok(())
     }
 
-    fn reset_accumulated(&mut self) {}
+    fn reset_accumulated(&mut self) -> Result<(), EngineError> {
+        Ok(())
+    }
 
-    fn set_expandable(&mut self, _on: bool) {}
+    fn set_expandable(&mut self, _on: bool) -> Result<(), EngineError> {
+        Ok(())
+    }
 
     fn feed_reservation(&mut self, _base: u64) {}
 }

@@ -1,10 +1,12 @@
 //! What a replay needs of an allocator on a device, so that replaying, verifying and searching are
 //! written once and tested without either.
 
+mod core;
 #[cfg(test)]
 pub(crate) mod fake;
 
 use crate::format::golden::{Block, Class, TraceRow};
+pub use core::CoreEngine;
 
 /// Why an operation failed.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -22,13 +24,14 @@ pub struct DriverFigures {
     pub calls: u64,
     /// Time that the host spent in them, by the cost model, in nanoseconds.
     pub stall_ns: u64,
-    /// Segments and address ranges obtained.
+    /// Segments and address ranges obtained. This and the following need a
+    /// [watched](crate::replay::Plan::watch) engine.
     pub segments: u64,
     /// Physical handles created.
     pub handles_created: u64,
-    /// Bytes of those handles that were mapped again at another address.
+    /// How often a handle was mapped again, after the first time.
     pub pages_remapped: u64,
-    /// Most physical bytes held at one time.
+    /// Most physical bytes held at one time, within operations too.
     pub reserved_peak: u64,
 }
 
@@ -79,7 +82,11 @@ pub trait Engine {
     /// The driver's account of the run.
     fn driver(&self) -> DriverFigures;
 
-    /// Moves the trace entries since the last call to `out`, oldest first.
+    /// What the judge of the simulated device has against the allocator; needs a watched engine.
+    fn objection(&self) -> Option<String>;
+
+    /// Moves the trace entries since the last call to `out`, oldest first; none if the engine is
+    /// not watched.
     fn take_trace(&mut self, out: &mut Vec<TraceRow>);
 
     /// All segments in order of address.
@@ -114,16 +121,28 @@ pub trait Recorded: Engine {
     fn empty_cache(&mut self) -> Result<(), EngineError>;
 
     /// Sets the memory limit to `bytes`.
-    fn set_limit(&mut self, bytes: u64);
+    ///
+    /// # Errors
+    /// [`EngineError::Refused`].
+    fn set_limit(&mut self, bytes: u64) -> Result<(), EngineError>;
 
     /// Resets peak statistics.
-    fn reset_peak(&mut self);
+    ///
+    /// # Errors
+    /// [`EngineError::Refused`].
+    fn reset_peak(&mut self) -> Result<(), EngineError>;
 
     /// Resets accumulated statistics.
-    fn reset_accumulated(&mut self);
+    ///
+    /// # Errors
+    /// [`EngineError::Refused`].
+    fn reset_accumulated(&mut self) -> Result<(), EngineError>;
 
     /// Switches expandable segments.
-    fn set_expandable(&mut self, on: bool);
+    ///
+    /// # Errors
+    /// [`EngineError::Refused`].
+    fn set_expandable(&mut self, on: bool) -> Result<(), EngineError>;
 
     /// Sets the base of the next address range that is reserved.
     fn feed_reservation(&mut self, base: u64);

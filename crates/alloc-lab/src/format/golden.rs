@@ -9,10 +9,12 @@ use std::fmt;
 use std::io::Read;
 use std::path::Path;
 
+use alloc_core::TraceAction;
 use serde::Deserialize;
 use serde::de::{self, Deserializer, SeqAccess, Visitor};
 
 use crate::error::Failure;
+use crate::workload::RecordedSegment;
 
 /// A whole recording.
 #[derive(Clone, PartialEq, Eq, Debug, Deserialize)]
@@ -117,6 +119,7 @@ pub enum Op {
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Deserialize)]
 pub struct TraceRow {
     /// What happened.
+    #[serde(deserialize_with = "action")]
     pub action: TraceAction,
     /// Address of block, segment or page.
     pub addr: u64,
@@ -124,47 +127,6 @@ pub struct TraceRow {
     pub bytes: u64,
     /// Its stream.
     pub stream: u32,
-}
-
-/// Kind of a [`TraceRow`].
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum TraceAction {
-    /// A block is handed out.
-    Alloc,
-    /// The program frees a block.
-    FreeRequested,
-    /// A freed block returns to its pool.
-    FreeCompleted,
-    /// A segment is taken from the driver.
-    SegmentAlloc,
-    /// A segment goes back to the driver.
-    SegmentFree,
-    /// Pages of an expandable segment are mapped.
-    SegmentMap,
-    /// Pages of an expandable segment are unmapped.
-    SegmentUnmap,
-    /// The list of segments was made.
-    Snapshot,
-    /// A request failed for good.
-    Oom,
-}
-
-impl TraceAction {
-    /// PyTorch's name of the action.
-    pub const fn name(self) -> &'static str {
-        match self {
-            TraceAction::Alloc => "alloc",
-            TraceAction::FreeRequested => "free_requested",
-            TraceAction::FreeCompleted => "free_completed",
-            TraceAction::SegmentAlloc => "segment_alloc",
-            TraceAction::SegmentFree => "segment_free",
-            TraceAction::SegmentMap => "segment_map",
-            TraceAction::SegmentUnmap => "segment_unmap",
-            TraceAction::Snapshot => "snapshot",
-            TraceAction::Oom => "oom",
-        }
-    }
 }
 
 impl fmt::Display for TraceRow {
@@ -259,6 +221,12 @@ impl Recording {
         Ok(recording)
     }
 
+    /// The segments that were taken from the driver, in order.
+    pub fn segments(&self) -> impl Iterator<Item = RecordedSegment> + '_ {
+        let taken = self.trace.iter().filter(|row| row.action == TraceAction::SegmentAlloc);
+        taken.map(|row| RecordedSegment { addr: row.addr, bytes: row.bytes })
+    }
+
     /// What the recording exercises beyond the default pool.
     pub fn needs(&self) -> Needs {
         let count = |f: fn(&Op) -> bool| self.ops.iter().filter(|step| f(&step.op)).count();
@@ -309,6 +277,28 @@ impl<'de> Deserialize<'de> for Op {
     fn deserialize<D: Deserializer<'de>>(input: D) -> Result<Self, D::Error> {
         input.deserialize_seq(OpVisitor)
     }
+}
+
+/// A [`TraceAction`] by PyTorch's name for it.
+fn action<'de, D: Deserializer<'de>>(input: D) -> Result<TraceAction, D::Error> {
+    use TraceAction::{
+        Alloc, FreeCompleted, FreeRequested, Oom, SegmentAlloc, SegmentFree, SegmentMap,
+        SegmentUnmap, Snapshot,
+    };
+    const ALL: [TraceAction; 9] = [
+        Alloc,
+        FreeRequested,
+        FreeCompleted,
+        SegmentAlloc,
+        SegmentFree,
+        SegmentMap,
+        SegmentUnmap,
+        Snapshot,
+        Oom,
+    ];
+    let name = String::deserialize(input)?;
+    let found = ALL.into_iter().find(|action| action.name() == name);
+    found.ok_or_else(|| de::Error::custom(format!("unknown trace action {name:?}")))
 }
 
 struct OpVisitor;

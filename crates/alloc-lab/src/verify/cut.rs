@@ -3,40 +3,42 @@
 //! A recording has one history for the whole run. Which entries belong to which operation follows
 //! from the operation and from one statistic, so that an engine can be compared as it goes.
 
-use crate::format::golden::{Op, TraceAction, TraceRow};
+use alloc_core::TraceAction;
+
+use crate::format::golden::{Op, TraceRow};
 
 /// What the recording says about the operation whose entries are cut off.
 #[derive(Clone, Copy, Debug)]
-pub struct Facts {
+pub(super) struct Facts {
     /// The operation.
-    pub op: Op,
+    pub(super) op: Op,
     /// Bytes asked for by the allocation that a `free` frees; 0 for any other operation.
-    pub freed_bytes: u64,
+    pub(super) freed_bytes: u64,
     /// Whether the freed block came back at once, so that `free_completed` follows.
-    pub completed: bool,
+    pub(super) completed: bool,
     /// Whether the segments were listed afterwards, which leaves a mark.
-    pub listed: bool,
+    pub(super) listed: bool,
 }
 
 /// The part of a history that is not yet attributed to an operation.
 #[derive(Clone, Copy, Debug)]
-pub struct Cutter<'a> {
+pub(super) struct Cutter<'a> {
     rest: &'a [TraceRow],
 }
 
 impl<'a> Cutter<'a> {
     /// Nothing is cut off yet.
-    pub fn new(trace: &'a [TraceRow]) -> Self {
+    pub(super) fn new(trace: &'a [TraceRow]) -> Self {
         Cutter { rest: trace }
     }
 
     /// What no operation claimed.
-    pub fn rest(&self) -> &'a [TraceRow] {
+    pub(super) fn rest(&self) -> &'a [TraceRow] {
         self.rest
     }
 
     /// Cuts off the entries of the next operation.
-    pub fn cut(&mut self, facts: Facts) -> &'a [TraceRow] {
+    pub(super) fn cut(&mut self, facts: Facts) -> &'a [TraceRow] {
         let own = match facts.op {
             Op::Alloc { bytes, .. } if bytes > 0 => self
                 .rest

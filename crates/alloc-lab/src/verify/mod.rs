@@ -8,8 +8,10 @@ use std::fmt;
 
 use serde::Serialize;
 
-use crate::engine::{Engine, EngineError, Recorded, SegmentView};
-use crate::format::golden::{BlockState, Op, Recording, Segment, Step, TraceAction, TraceRow};
+use alloc_core::TraceAction;
+
+use crate::engine::{EngineError, Recorded, SegmentView};
+use crate::format::golden::{BlockState, Op, Recording, Segment, Step, TraceRow};
 use cut::{Cutter, Facts};
 
 /// The statistic that tells whether a freed block came back at once.
@@ -83,6 +85,7 @@ pub fn verify<E: Recorded>(
         tick();
     }
     run.leftovers();
+    run.objections();
     Verdict::Compared(run.comparison)
 }
 
@@ -166,7 +169,7 @@ impl<'a, E: Recorded> Run<'a, E> {
     /// Does what `step` says; a difference if the engine refuses or returns another address.
     fn execute(&mut self, step: &Step) -> Result<(), Difference> {
         match step.op {
-            Op::Cap(bytes) => self.engine.set_limit(bytes),
+            Op::Cap(bytes) => self.engine.set_limit(bytes).map_err(refused)?,
             Op::Alloc { id, bytes, stream, .. } => return self.allocate(step, id, bytes, stream),
             Op::Free(id) => {
                 let slot = self.slot(id)?;
@@ -179,9 +182,9 @@ impl<'a, E: Recorded> Run<'a, E> {
             Op::Busy(stream) => self.engine.busy(stream as usize),
             Op::Sync => self.engine.sync(),
             Op::EmptyCache => self.engine.empty_cache().map_err(refused)?,
-            Op::ResetPeak => self.engine.reset_peak(),
-            Op::ResetAccumulated => self.engine.reset_accumulated(),
-            Op::Expandable(on) => self.engine.set_expandable(on),
+            Op::ResetPeak => self.engine.reset_peak().map_err(refused)?,
+            Op::ResetAccumulated => self.engine.reset_accumulated().map_err(refused)?,
+            Op::Expandable(on) => self.engine.set_expandable(on).map_err(refused)?,
             Op::PoolNew { .. }
             | Op::PoolDelete(_)
             | Op::CaptureBegin { .. }
@@ -228,6 +231,14 @@ impl<'a, E: Recorded> Run<'a, E> {
         if let Some(row) = self.cutter.rest().first() {
             let what = format!("{} trace entries left over", self.cutter.rest().len());
             let difference = Difference::new(what, row.to_string(), "nothing");
+            self.mismatch(self.recording.ops.len(), difference);
+        }
+    }
+
+    /// A simulated device that found a fault is a difference, even if all answers agree.
+    fn objections(&mut self) {
+        if let Some(objection) = self.engine.objection() {
+            let difference = Difference::new("simulated device", "no objection", objection);
             self.mismatch(self.recording.ops.len(), difference);
         }
     }
