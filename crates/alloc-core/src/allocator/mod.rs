@@ -606,6 +606,7 @@ impl<B: Backend> Shared<B> {
         if let Some(cell) = device.heaps.read().get(&key) {
             return Ok(Arc::clone(cell));
         }
+        device.events.note_stream(stream.id());
         let mut heaps = device.heaps.write();
         let cell = heaps.entry(key).or_insert_with(|| {
             let pool = Arc::clone(&device.default_pool);
