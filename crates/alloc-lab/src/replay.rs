@@ -202,7 +202,7 @@ fn observe<E: Engine>(
         allocated_peak: stat(engine, "allocated_bytes.all.peak"),
         driver: engine.driver(),
         ns_per_op: None,
-        feed: if fed { check.finish() } else { Feed::Unused },
+        feed: if fed { check.finish(stopped.is_some()) } else { Feed::Unused },
         stopped,
     }
 }
@@ -301,10 +301,13 @@ impl<'a> FeedCheck<'a> {
         }
     }
 
-    fn finish(self) -> Feed {
+    fn finish(self, stopped: bool) -> Feed {
         let (seen, recorded) = (self.seen, self.recorded.len());
         match self.difference {
             Some(text) => Feed::Differs(text),
+            None if stopped => Feed::Differs(format!(
+                "took exactly the first {seen} of {recorded}, until the replay stopped"
+            )),
             None if seen < recorded => {
                 Feed::Differs(format!("only {seen} of the {recorded} recorded segments were taken"))
             }
@@ -388,6 +391,8 @@ mod tests {
         let outcome = replay(make, &w, options(7 * MIB), |_| {}).unwrap();
         let stopped = outcome.stopped.unwrap();
         assert_eq!((outcome.ops, stopped.line, stopped.bytes), (4, 8, Some(2 * MIB)));
+        let Feed::Differs(feed) = outcome.feed else { panic!("{:?}", outcome.feed) };
+        assert_eq!(feed, "took exactly the first 2 of 2, until the replay stopped");
         let text = stopped.failure(&w, "ours", 7 * MIB).to_string();
         assert_eq!(
             text,

@@ -3,7 +3,7 @@
 use std::fmt::Write;
 
 use alloc_core::Bytes;
-use comfy_table::{Cell, CellAlignment, Table, presets};
+use comfy_table::{Cell, CellAlignment, Table};
 use serde::Serialize;
 
 use crate::configuration::Configuration;
@@ -12,6 +12,10 @@ use crate::replay::{Feed, Outcome};
 use crate::units::Thousands;
 use crate::verify::{Mismatch, Verdict};
 use crate::workload::Workload;
+
+/// Lines above, below and under the header of a table, nothing between cells: a preset in the form
+/// that comfy_table's own presets have.
+const RULES: &str = "  ──────     ──────";
 
 /// One replay as JSON. Sizes are bytes.
 #[derive(Clone, PartialEq, Debug, Serialize)]
@@ -341,7 +345,7 @@ fn memory(bytes: u64) -> String {
 
 fn new_table(header: &[&str]) -> Table {
     let mut table = Table::new();
-    table.load_preset(presets::UTF8_HORIZONTAL_ONLY).set_header(header.iter().copied());
+    table.load_preset(RULES).set_header(header.iter().copied());
     table
 }
 

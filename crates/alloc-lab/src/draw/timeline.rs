@@ -174,8 +174,10 @@ fn draw_panel(svg: &mut Svg, panel: &Panel, top: f64) {
     }
     for (i, series) in panel.reserved.iter().enumerate() {
         let (path, colour) = (plot.line(&series.samples), LINES[i % LINES.len()]);
+        // Later lines are thinner, so that one that lies on another does not hide it.
+        let width = 1.5 + (panel.reserved.len() - 1 - i) as f64;
         svg.push(format_args!(
-            r#"<path d="{path}" fill="none" stroke="{colour}" stroke-width="1.5"/>"#
+            r#"<path d="{path}" fill="none" stroke="{colour}" stroke-width="{width}"/>"#
         ));
     }
     let (bottom, right) = (plot.top + PLOT_HEIGHT, LEFT + COLUMNS as f64);
