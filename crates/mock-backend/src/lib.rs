@@ -20,6 +20,8 @@ mod sim;
 mod streams;
 mod violation;
 
+pub mod model;
+
 pub use addresses::{Fed, Feed, Placement, SpanKind, recorded_segments};
 pub use backend::{Judge, MockBackend};
 pub use builder::Builder;
