@@ -102,10 +102,12 @@ impl ModelConf {
 
     /// The size of the ordinary segment that a rounded request takes.
     pub(super) fn segment_bytes(&self, rounded: u64) -> u64 {
-        match rounded {
-            ..=MIB => 2 * MIB,
-            ..10_485_760 => self.large_segment,
-            _ => rounded.next_multiple_of(2 * MIB),
+        if rounded <= MIB {
+            2 * MIB
+        } else if rounded < 10 * MIB {
+            self.large_segment
+        } else {
+            rounded.next_multiple_of(2 * MIB)
         }
     }
 }
