@@ -28,7 +28,7 @@ use parking_lot::Mutex;
 
 use crate::model::{EventOrder, Model, ModelBlock, ModelConf, ModelStats};
 use crate::workload::{Op, Picks};
-use crate::{Call, Fault, Judged, MockBackend, MockError, MockStream, SpanKind};
+use crate::{Call, Fault, Judged, MockBackend, MockError, MockStream, SpanKind, Work};
 
 /// How many operations pass between two comparisons of all blocks.
 const SNAPSHOT_PERIOD: u64 = 16;
@@ -43,6 +43,7 @@ pub struct TrialConf {
     capacity: u64,
     total: u64,
     against_model: bool,
+    chance: Option<(u64, f64)>,
 }
 
 impl TrialConf {
@@ -79,6 +80,7 @@ impl TrialConf {
             capacity: u64::MAX,
             total: 4 << 30,
             against_model,
+            chance: None,
         }
     }
 
@@ -98,6 +100,13 @@ impl TrialConf {
     pub fn without_model(mut self) -> Self {
         self.against_model = false;
         self
+    }
+
+    /// Lets work end by chance, as [`Builder::ends_by_chance`](crate::Builder::ends_by_chance). The
+    /// model could not follow, so there is none.
+    pub fn ends_by_chance(mut self, seed: u64, p: f64) -> Self {
+        self.chance = Some((seed, p));
+        self.without_model()
     }
 }
 
@@ -155,6 +164,9 @@ impl Trial {
         let mut builder = MockBackend::builder().log(1 << 16);
         for _ in 0..conf.devices {
             builder = builder.device_with(conf.capacity, conf.total);
+        }
+        if let Some((seed, p)) = conf.chance {
+            builder = builder.ends_by_chance(seed, p);
         }
         let backend = builder.build();
         let allocator = CachingAllocator::with_virtual_memory(backend.clone(), conf.config.clone());
@@ -243,7 +255,7 @@ impl Trial {
             Op::Record { pick, stream } => self.use_on(pick, stream, false),
             Op::Busy { stream } => {
                 let stream = self.stream(stream);
-                self.judged.backend.busy(&stream);
+                self.judged.backend.launch(&stream, Work::new());
                 self.model(|model| model.busy(stream.id()));
                 Ok(())
             }

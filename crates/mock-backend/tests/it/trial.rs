@@ -48,6 +48,12 @@ fn the_judge_alone_suffices_without_a_model() {
 }
 
 #[test]
+fn work_may_end_by_chance() {
+    let conf = TrialConf::pytorch("expandable_segments:True").capacity(512 * MIB);
+    run(&conf.ends_by_chance(1, 0.2), shape());
+}
+
+#[test]
 fn injected_failures_are_no_failures_of_the_trial() {
     let conf = TrialConf::pytorch("").capacity(256 * MIB).without_model();
     let mut struck = 0;
