@@ -17,7 +17,7 @@ const SETTINGS: [&str; 6] = [
     "roundup_power2_divisions:[1:4,2:2,>:8]",
     "expandable_segments:True",
     "expandable_segments:True,garbage_collection_threshold:0.7",
-    "expandable_segments:True,max_split_size_mb:24,large_segment_size_mb:32",
+    "expandable_segments:True,max_split_size_mb:40,large_segment_size_mb:32",
 ];
 
 fn main() -> ExitCode {

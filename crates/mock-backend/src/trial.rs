@@ -358,6 +358,8 @@ impl Trial {
             return Ok(());
         };
         let stream = self.stream(stream);
+        // Another device's pages need not be accessible: then the use is recorded, nothing more.
+        let work = work && self.backend().judge().is_accessible(addr, stream.device());
         let result = match work {
             true => self.judged.use_on(addr, &stream),
             false => self.judged.record_stream(addr, &stream),
