@@ -519,8 +519,8 @@ fn numbers_of(stats: &DeviceStats) -> Vec<i64> {
         Gauge::RequestedBytes,
     ];
     let gauges = GAUGES.into_iter().map(|gauge| stats.gauge(gauge));
-    let singles = [stats.oversize_allocations(), stats.oversize_segments()];
-    let all = gauges.flat_map(|by_class| [&by_class.all, &by_class.small, &by_class.large]);
+    let singles = [stats.oversize_allocations(), stats.oversize_segments()].map(|stat| *stat);
+    let all = gauges.flat_map(|by_class| [by_class.all, by_class.small, by_class.large]);
     all.chain(singles).flat_map(|s| [s.current, s.peak, s.allocated, s.freed]).collect()
 }
 
