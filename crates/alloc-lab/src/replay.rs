@@ -82,9 +82,9 @@ impl Stopped {
         let (device, before) = (Bytes(capacity), self.ops);
         let what = match (&self.error, self.bytes) {
             (EngineError::OutOfMemory(report), Some(bytes)) => format!(
-                "does not fit: an allocation of {} ({bytes} bytes) failed with {label} on a device \
-                 of {device}, after {before} operations\n  {report}",
-                Bytes(bytes)
+                "does not fit: an allocation of {} failed with {label} on a device of {device}, \
+                 after {before} operations\n  {report}",
+                exactly(bytes)
             ),
             (EngineError::OutOfMemory(report) | EngineError::Refused(report), _) => {
                 format!("refused by {label} after {before} operations\n  {report}")
@@ -257,6 +257,15 @@ fn stat<E: Engine>(engine: &mut E, key: &str) -> u64 {
     let mut out = Vec::new();
     engine.stats(&[key], &mut out);
     out[0].and_then(|value| u64::try_from(value).ok()).unwrap_or(0)
+}
+
+/// A size in a unit that fits it, and in bytes.
+fn exactly(bytes: u64) -> String {
+    if bytes < 1 << 10 {
+        Bytes(bytes).to_string()
+    } else {
+        format!("{} ({bytes} bytes)", Bytes(bytes))
+    }
 }
 
 fn saturate(bytes: u128) -> u64 {

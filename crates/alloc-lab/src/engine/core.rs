@@ -1,5 +1,6 @@
 //! The allocator of this workspace on the simulated device.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -52,9 +53,10 @@ struct Account {
 struct Tape(Mutex<Vec<TraceRow>>);
 
 /// Addresses for the simulated driver to hand out.
-#[derive(Default)]
 struct AddressFeed {
     segments: std::vec::IntoIter<RecordedSegment>,
+    /// Segments handed out and not yet released: first address → end.
+    taken: BTreeMap<u64, u64>,
     /// Base of the next reservation.
     reservation: Option<Addr>,
 }
@@ -92,13 +94,17 @@ impl CoreEngine {
     fn build(config: Config, plan: &Plan) -> Result<Self, String> {
         let feed = Arc::new(Mutex::new(AddressFeed {
             segments: plan.feed.clone().into_iter(),
+            taken: BTreeMap::new(),
             reservation: None,
         }));
-        let fed = Arc::clone(&feed);
+        let (fed, released) = (Arc::clone(&feed), Arc::clone(&feed));
         let backend = MockBackend::builder()
             .device(plan.capacity)
             .log(if plan.watch { usize::MAX } else { 0 })
             .feed(Box::new(move |kind, bytes| Some(lock(&fed).next(kind, bytes))))
+            .on(Call::Release, move |info| {
+                lock(&released).taken.remove(&info.addr.get());
+            })
             .build();
         let allocator = CachingAllocator::with_virtual_memory(backend.clone(), config);
         let allocator = allocator.map_err(|e| e.to_string())?;
@@ -330,20 +336,33 @@ impl TraceSink for Tape {
 }
 
 impl AddressFeed {
-    /// Where the simulated driver puts the next span. Once the allocator asks for a segment of
-    /// another size than was recorded, the rest of the recording means nothing.
+    /// Where the simulated driver puts the next span.
     fn next(&mut self, kind: SpanKind, bytes: u64) -> Fed {
         let addr = match kind {
-            SpanKind::Segment => match self.segments.next() {
-                Some(segment) if segment.bytes == bytes => Some(Addr::new(segment.addr)),
-                _ => {
-                    self.segments = Vec::new().into_iter();
-                    None
-                }
-            },
+            SpanKind::Segment => self.next_segment(bytes),
             SpanKind::Reservation => self.reservation.take(),
         };
         addr.map_or(Fed::Choose, Fed::At)
+    }
+
+    /// Once the allocator asks for a segment of another size than was recorded, or still holds what
+    /// the recorded one had given back by then, the rest of the recording means nothing.
+    fn next_segment(&mut self, bytes: u64) -> Option<Addr> {
+        let next = self.segments.next().filter(|next| {
+            let end = next.addr + next.bytes;
+            let below = self.taken.range(..end).next_back();
+            next.bytes == bytes && below.is_none_or(|(_, &taken_to)| taken_to <= next.addr)
+        });
+        match next {
+            Some(segment) => {
+                self.taken.insert(segment.addr, segment.addr + bytes);
+                Some(Addr::new(segment.addr))
+            }
+            None => {
+                self.segments = Vec::new().into_iter();
+                None
+            }
+        }
     }
 }
 
