@@ -18,7 +18,7 @@ pub use check::Violation;
 pub use snapshot::{BlockSnapshot, BlockStatus, SegmentSnapshot, Snapshot};
 
 use crate::backend::{Backend, DeviceMemory, MemoryInfo, Stream, VirtualMemory};
-use crate::block::BlockId;
+use crate::block::{BlockId, BlockIdx};
 use crate::config::{Config, Policy, Rules, Settings};
 use crate::directory::Directory;
 use crate::error::{AllocError, BackendOp, FreeError, OomReport};
@@ -95,7 +95,7 @@ struct HeapBody<B: Backend> {
     /// Tokens of the segments obtained whole.
     tokens: HashMap<SegmentId, B::Segment>,
     /// Streams other than the heap's own that a live block was used on.
-    uses: HashMap<BlockId, SmallVec<[B::Stream; 2]>>,
+    uses: HashMap<BlockIdx, SmallVec<[B::Stream; 2]>>,
 }
 
 /// What the heaps of one device share.
@@ -562,7 +562,14 @@ impl<B: Backend> StreamHandle<B> {
     /// # Errors
     /// As there.
     pub fn free(&self, allocation: Allocation) -> Result<(), FreeError<Allocation, B::Error>> {
-        self.shared.free(&allocation).map_err(|error| FreeError { allocation, error })
+        let result = match allocation.block {
+            // No need to look the heap up.
+            Some(block) if allocation.heap == self.cell.index => {
+                self.shared.free_here(&self.cell, block, &allocation)
+            }
+            _ => self.shared.free(&allocation),
+        };
+        result.map_err(|error| FreeError { allocation, error })
     }
 }
 
@@ -583,10 +590,15 @@ impl<B: Backend> Shared<B> {
         Op { shared: self, trace: TraceBuffer::new(self.tracing.load(Ordering::Relaxed)) }
     }
 
+    #[inline]
     fn deliver(&self, trace: &mut TraceBuffer) {
-        if trace.is_empty() {
-            return;
+        if !trace.is_empty() {
+            self.deliver_entries(trace);
         }
+    }
+
+    #[cold]
+    fn deliver_entries(&self, trace: &mut TraceBuffer) {
         let sink = self.sink.read().clone();
         if let Some(sink) = sink {
             trace.deliver(&*sink);
@@ -685,14 +697,16 @@ impl<B: Backend> Shared<B> {
         if addr < segment.base || addr - segment.base >= segment.bytes {
             return None;
         }
-        Some((cell, segment.live_at(addr)?))
+        let block = segment.live_near(addr)?;
+        let blocks = &state.body.heap.blocks;
+        (blocks[block].addr == addr).then(|| (cell, blocks.id(block)))
     }
 
     fn locate(&self, addr: Addr) -> Option<Located> {
         let (cell, id) = self.find_live(addr)?;
         let state = cell.state.lock();
         let heap = &state.body.heap;
-        let block = heap.blocks.get(id)?;
+        let block = &heap.blocks[heap.blocks.resolve(id)?];
         Some(Located {
             device: cell.device,
             pool: cell.pool,
