@@ -9,13 +9,13 @@ use mock_backend::{Builder, Fault, MockBackend, MockStream};
 use std::collections::BTreeMap;
 
 /// Plays operations on named blocks and takes failures as they come.
-pub(crate) struct Play<'a> {
+struct Play<'a> {
     rig: &'a Rig,
     blocks: BTreeMap<&'static str, Allocation>,
 }
 
 impl<'a> Play<'a> {
-    pub(crate) fn new(rig: &'a Rig) -> Self {
+    fn new(rig: &'a Rig) -> Self {
         Play { rig, blocks: BTreeMap::new() }
     }
 
@@ -37,10 +37,13 @@ impl<'a> Play<'a> {
         }
     }
 
-    /// Expected to run out of memory, fault or not.
+    /// Expected to run out of memory, unless a fault has spared some.
     fn starve(&mut self, bytes: u64, stream: &MockStream) {
         match self.rig.try_alloc(bytes, stream) {
-            Ok(block) => panic!("{bytes} bytes were served at {}", block.addr()),
+            Ok(block) => {
+                assert!(self.rig.backend.fault_counts().1 > 0, "{bytes} bytes were served");
+                self.rig.free(block);
+            }
             Err(AllocError::OutOfMemory(_)) => {}
             Err(error) => self.acceptable(&error),
         }
@@ -178,12 +181,15 @@ fn machine(bytes: u64) -> Builder {
     MockBackend::builder().device(bytes)
 }
 
-/// Plays a scenario with a fault; how many calls it struck.
-fn under(fault: Fault, policy: Policy, (_, play, bytes, text): (&str, Scenario, u64, &str)) -> u64 {
+/// Plays a scenario with these faults; how many calls they struck.
+fn under(
+    faults: Vec<Fault>,
+    policy: Policy,
+    (_, play, bytes, text): (&str, Scenario, u64, &str),
+) -> u64 {
     let rig = Rig::on(machine(bytes), policy, text);
-    rig.backend.set_faults([fault]);
-    let mut player = Play::new(&rig);
-    play(&rig, &mut player);
+    rig.backend.set_faults(faults);
+    play(&rig, &mut Play::new(&rig));
     let struck = rig.backend.fault_counts().1;
     rig.backend.set_faults([]);
     recovers(&rig);
@@ -205,63 +211,54 @@ fn recovers(rig: &Rig) {
     assert_eq!(rig.reserved(), rig.backend.used(DEV0));
 }
 
-fn every_call_fails(once: bool) {
+/// Strikes the first call, the second one, … until there are no more.
+fn sweep(policy: Policy, scenario: (&str, Scenario, u64, &str), fault: impl Fn(u64) -> Vec<Fault>) {
+    let mut n = 1;
+    while under(fault(n), policy, scenario) > 0 {
+        n += 1;
+    }
+    assert!(n > 20, "{} makes only {n} calls", scenario.0);
+}
+
+#[test]
+fn every_call_fails_once() {
     for policy in BOTH {
         for scenario in SCENARIOS {
-            for kind in [
-                ErrorKind::OutOfMemory,
-                ErrorKind::Other,
-                ErrorKind::Unsupported,
-                ErrorKind::DeviceLost,
-            ] {
-                let mut n = 1;
-                let fault = |n| if once { Fault::nth(n) } else { Fault::from(n) };
-                while under(fault(n).kind(kind), policy, scenario) > 0 {
-                    n += 1;
-                }
-                assert!(n > 20, "{} makes only {n} calls", scenario.0);
+            // To the allocator, these two are all the kinds there are.
+            for kind in [ErrorKind::OutOfMemory, ErrorKind::Other] {
+                sweep(policy, scenario, |n| vec![Fault::nth(n).kind(kind)]);
             }
         }
     }
 }
 
 #[test]
-fn every_call_fails_once() {
-    every_call_fails(true);
+fn every_call_fails_once_with_the_rarer_kinds() {
+    for scenario in SCENARIOS {
+        for kind in [ErrorKind::Unsupported, ErrorKind::DeviceLost] {
+            sweep(Policy::Ours, scenario, |n| vec![Fault::nth(n).kind(kind)]);
+        }
+    }
 }
 
 #[test]
 fn every_call_fails_from_some_point_on() {
-    every_call_fails(false);
+    for policy in BOTH {
+        for scenario in SCENARIOS {
+            sweep(policy, scenario, |n| vec![Fault::from(n)]);
+        }
+    }
 }
 
 /// Two faults close to each other strike the handling of the first one.
 #[test]
 fn the_handling_of_a_failure_fails_too() {
-    for policy in BOTH {
-        for scenario in SCENARIOS {
-            for gap in 1..=6 {
-                let mut n = 1;
-                while pair(n, gap, policy, scenario) > 0 {
-                    n += 1;
-                }
-            }
+    for scenario in SCENARIOS {
+        for gap in 1..=4 {
+            let other = |n| Fault::nth(n).kind(ErrorKind::Other);
+            sweep(Policy::Ours, scenario, |n| vec![other(n), other(n + gap)]);
         }
     }
-}
-
-fn pair(n: u64, gap: u64, policy: Policy, scenario: (&str, Scenario, u64, &str)) -> u64 {
-    let (_, play, bytes, text) = scenario;
-    let rig = Rig::on(machine(bytes), policy, text);
-    rig.backend.set_faults([
-        Fault::nth(n).kind(ErrorKind::Other),
-        Fault::nth(n + gap).kind(ErrorKind::Other),
-    ]);
-    play(&rig, &mut Play::new(&rig));
-    let struck = rig.backend.fault_counts().1;
-    rig.backend.set_faults([]);
-    recovers(&rig);
-    struck
 }
 
 /// Without a fault the scenarios run through, and do what they are there for.
@@ -269,7 +266,7 @@ fn pair(n: u64, gap: u64, policy: Policy, scenario: (&str, Scenario, u64, &str))
 fn the_scenarios_themselves() {
     for policy in BOTH {
         for scenario in SCENARIOS {
-            assert_eq!(under(Fault::every(0), policy, scenario), 0);
+            assert_eq!(under(vec![], policy, scenario), 0);
         }
         let (_, play, bytes, text) = SCENARIOS[2];
         let rig = Rig::on(machine(bytes), policy, text);
