@@ -166,7 +166,7 @@ impl<B: Backend> Shared<B> {
         if found.is_some() {
             return Ok(found);
         }
-        let page_bytes = self.page_bytes(request.class);
+        let page_bytes = self.page_bytes(request.class, pager.granularity(cell.device));
         let total = self.devices[cell.device.index()].total;
         let bytes = self.settings.lock().reserve_bytes(total, page_bytes, None);
         if bytes < request.rounded {
@@ -184,12 +184,13 @@ impl<B: Backend> Shared<B> {
         Ok(Some(heap.adopt_reservation(id, base, bytes, request.class, page_bytes)))
     }
 
-    /// The page of a new expandable segment (spec §4.1).
-    fn page_bytes(&self, class: SizeClass) -> u64 {
-        match class {
+    /// The page of a new expandable segment (spec §4.1), as a multiple of what the backend can map.
+    fn page_bytes(&self, class: SizeClass, granularity: u64) -> u64 {
+        let bytes = match class {
             SizeClass::Small => SMALL_SEGMENT_BYTES,
             SizeClass::Large => self.settings.lock().large_segment_bytes,
-        }
+        };
+        bytes.next_multiple_of(granularity.next_multiple_of(SEGMENT_ALIGN))
     }
 
     /// Maps pages behind `start` until the request fits, then hands it out (spec §4.6). What a
