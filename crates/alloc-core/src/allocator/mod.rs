@@ -257,9 +257,15 @@ impl<B: Backend + MemoryInfo> CachingAllocator<B> {
     }
 }
 
-/// The limit that a fraction of `total` bytes means; 1 is none (spec §2.13).
-fn limit_of_fraction(fraction: f64, total: u64) -> u64 {
-    if fraction < 1.0 { (fraction * total as f64) as u64 } else { u64::MAX }
+/// The limit that a fraction of `total` bytes means; 1 is none (spec §2.13). PyTorch cuts off, which
+/// can lose a byte of a limit that was turned into a fraction before; the nearest byte is that limit.
+fn limit_of_fraction(policy: Policy, fraction: f64, total: u64) -> u64 {
+    let bytes = fraction * total as f64;
+    match policy {
+        _ if fraction >= 1.0 => u64::MAX,
+        Policy::Pytorch => bytes as u64,
+        Policy::Ours => bytes.round() as u64,
+    }
 }
 
 impl<B: Backend> Device<B> {
@@ -268,9 +274,10 @@ impl<B: Backend> Device<B> {
             crate::config::PeakMode::Exact => Some(Mutex::new(StatTable::default())),
             crate::config::PeakMode::PerHeap => None,
         };
+        let limit = limit_of_fraction(config.policy, config.settings.memory_fraction, total);
         Device {
             total,
-            limit: AtomicU64::new(limit_of_fraction(config.settings.memory_fraction, total)),
+            limit: AtomicU64::new(limit),
             reserved: AtomicU64::new(0),
             counters: Mutex::new(Counters::default()),
             exact,
@@ -433,7 +440,7 @@ impl<B: Backend> CachingAllocator<B> {
             });
         }
         let total = self.shared.device(device)?.total;
-        let limit = limit_of_fraction(fraction, total);
+        let limit = limit_of_fraction(self.policy(), fraction, total);
         self.set_memory_limit(device, (limit != u64::MAX).then_some(limit))
     }
 

@@ -105,9 +105,8 @@ fn case_e7_address_space_is_bounded_and_named_when_it_runs_out() {
 
         let text = "expandable_segments:True,expandable_segments_reserve:2G";
         let rig = Rig::on(machine(), policy, text);
-        let blocks: Vec<_> = (0..256)
-            .map(|_| rig.alloc(2 * MIB, &rig.backend.stream(DEV0)))
-            .collect();
+        let blocks: Vec<_> =
+            (0..256).map(|_| rig.alloc(2 * MIB, &rig.backend.stream(DEV0))).collect();
         assert_eq!(blocks.len(), 256);
         let leaks = rig.backend.leaks();
         let reserved: u64 = leaks.reservations.iter().map(|(_, bytes)| bytes).sum();

@@ -157,7 +157,8 @@ fn case_m7_requested_bytes_survive_splits_and_resets() {
         };
         for round in 0..3 {
             blocks.extend(sizes.iter().map(|bytes| rig.alloc(bytes + round, &s0)));
-            let requested: u64 = blocks.iter().map(|b: &alloc_core::Allocation| b.requested()).sum();
+            let requested: u64 =
+                blocks.iter().map(|b: &alloc_core::Allocation| b.requested()).sum();
             assert_eq!(holds(), requested);
             for _ in 0..sizes.len() / 2 {
                 rig.free(blocks.swap_remove(0));
@@ -188,7 +189,8 @@ fn every_action_says_what_and_where() {
         rig.empty();
         rig.snapshot(DEV0).unwrap();
         let entries = recorder.take();
-        let seen: Vec<_> = entries.iter().map(|e| (e.action.name(), e.addr.get(), e.bytes)).collect();
+        let seen: Vec<_> =
+            entries.iter().map(|e| (e.action.name(), e.addr.get(), e.bytes)).collect();
         let base = addr.get();
         assert_eq!(
             seen,

@@ -1,6 +1,6 @@
 //! Misuse by the caller and broken backends: a clear error each, and nothing changes.
 
-use crate::liar::{Lie, Liar};
+use crate::liar::{Liar, Lie};
 use crate::rig::*;
 use alloc_core::backend::{ErrorKind, Stream};
 use alloc_core::{Addr, AllocError, BackendOp, CachingAllocator, Config, DeviceId, Policy};

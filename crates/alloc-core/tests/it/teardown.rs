@@ -146,7 +146,9 @@ fn failures_during_teardown_never_panic() {
                     assert_eq!(leaks.events, 0);
                     if !persistent {
                         let lost = leaks.segments.len() + leaks.mappings.len();
-                        assert!(lost <= 1 && leaks.pages.len() <= 1 && leaks.reservations.len() <= 1);
+                        assert!(
+                            lost <= 1 && leaks.pages.len() <= 1 && leaks.reservations.len() <= 1
+                        );
                     }
                     if struck == 0 {
                         break;
