@@ -325,7 +325,8 @@ impl<B: Backend> CachingAllocator<B> {
     ///
     /// # Errors
     /// Hands the allocation back, still valid: [`AllocError::ForeignAllocation`], or
-    /// [`AllocError::Backend`] if an event cannot be recorded.
+    /// [`AllocError::Backend`] if an event cannot be recorded. [`AllocError::UnknownAddress`] if it was
+    /// freed by address before.
     pub fn free(&self, allocation: Allocation) -> Result<(), FreeError<Allocation, B::Error>> {
         self.shared.free(&allocation).map_err(|error| FreeError { allocation, error })
     }
@@ -334,8 +335,10 @@ impl<B: Backend> CachingAllocator<B> {
     /// not reused before that work is done. The block's own stream is ignored.
     ///
     /// # Errors
-    /// [`AllocError::ForeignAllocation`].
+    /// [`AllocError::ForeignAllocation`]; [`AllocError::UnknownAddress`] if it was freed by address;
+    /// [`AllocError::NoSuchDevice`] if the stream's device is not the backend's.
     pub fn record_stream(&self, allocation: &Allocation, stream: &B::Stream) -> AllocResult<(), B> {
+        self.shared.device(stream.device())?;
         self.shared.record_stream(allocation, stream)
     }
 
@@ -362,8 +365,10 @@ impl<B: Backend> CachingAllocator<B> {
     /// [`record_stream`](Self::record_stream) by address. [`Addr::NULL`] is nothing.
     ///
     /// # Errors
-    /// [`AllocError::UnknownAddress`] unless a block that is handed out starts at `addr`.
+    /// [`AllocError::UnknownAddress`] unless a block that is handed out starts at `addr`;
+    /// [`AllocError::NoSuchDevice`] if the stream's device is not the backend's.
     pub fn record_stream_raw(&self, addr: Addr, stream: &B::Stream) -> AllocResult<(), B> {
+        self.shared.device(stream.device())?;
         if addr.is_null() {
             return Ok(());
         }
