@@ -46,7 +46,8 @@ pub enum AllocError<E> {
     /// Expandable segments were asked for, but the allocator was made without virtual memory. Use
     /// `with_virtual_memory`, or turn the setting off.
     NoVirtualMemory,
-    /// The backend broke its contract; the segment was given back.
+    /// The backend broke its contract; the segment or reservation was given back, unless it overlaps
+    /// one that is in use.
     BadSegment {
         /// Its first address.
         base: Addr,

@@ -24,13 +24,35 @@ pub(crate) struct Unmapped<E> {
     pub(crate) error: Option<PagerError<E>>,
 }
 
+/// Why a range that the backend handed out cannot be used.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Flaw {
+    pub(crate) why: &'static str,
+    /// Whether it can be given back without harm to another range.
+    pub(crate) returnable: bool,
+}
+
+/// A range that cannot be used.
+#[derive(Debug)]
+pub(crate) struct BadRange {
+    pub(crate) base: Addr,
+    pub(crate) bytes: u64,
+    pub(crate) why: &'static str,
+}
+
 /// Reserves, backs and unbacks address space. Reservations are named by their base.
 ///
 /// Called under the growth lock of the device, never under a heap lock; no two calls for one
 /// reservation run at once.
 pub(crate) trait Pager<E>: Send + Sync {
-    /// Reserves `bytes`; returns the base.
-    fn reserve(&self, device: DeviceId, bytes: u64) -> Result<Addr, PagerError<E>>;
+    /// Reserves `bytes`; returns the base, or what `flaw` finds wrong with the range, which goes back
+    /// unless that could take another one along.
+    fn reserve(
+        &self,
+        device: DeviceId,
+        bytes: u64,
+        flaw: &dyn Fn(Addr, u64) -> Option<Flaw>,
+    ) -> Result<Result<Addr, BadRange>, PagerError<E>>;
 
     /// What sizes of pages on `device` are multiples of, in bytes.
     fn granularity(&self, device: DeviceId) -> u64;
@@ -173,14 +195,26 @@ impl<B: VirtualMemory> PageStore<B> {
 }
 
 impl<B: VirtualMemory> Pager<B::Error> for PageStore<B> {
-    fn reserve(&self, device: DeviceId, bytes: u64) -> Result<Addr, PagerError<B::Error>> {
+    fn reserve(
+        &self,
+        device: DeviceId,
+        bytes: u64,
+        flaw: &dyn Fn(Addr, u64) -> Option<Flaw>,
+    ) -> Result<Result<Addr, BadRange>, PagerError<B::Error>> {
         let token = self
             .backend
             .reserve(device, bytes)
             .map_err(|source| PagerError { op: BackendOp::Reserve, source })?;
-        let base = token.base();
+        let (base, bytes) = (token.base(), token.bytes());
+        if let Some(Flaw { why, returnable }) = flaw(base, bytes) {
+            if returnable {
+                // Whether this works or not, the caller learns what is wrong with the backend.
+                let _ = self.backend.unreserve(token);
+            }
+            return Ok(Err(BadRange { base, bytes, why }));
+        }
         self.put(Reserved { token, device, pages: BTreeMap::new(), leftovers: BTreeMap::new() });
-        Ok(base)
+        Ok(Ok(base))
     }
 
     fn granularity(&self, device: DeviceId) -> u64 {

@@ -7,7 +7,7 @@ use crate::block::{BlockIdx, BlockState};
 use crate::directory::{ADDRESS_END, Owner};
 use crate::error::{AllocError, BackendOp};
 use crate::heap::{PageRun, Request};
-use crate::pager::{Pager, PagerError};
+use crate::pager::{BadRange, Flaw, Pager, PagerError};
 use crate::size_class::{SMALL_SEGMENT_BYTES, SizeClass};
 use crate::trace::TraceBuffer;
 use crate::units::Addr;
@@ -95,17 +95,23 @@ impl<B: Backend> Shared<B> {
     /// Checks a new segment against the contract. One that must not be used goes back, unless giving
     /// it back could take a live one along.
     fn vetted(&self, segment: B::Segment, bytes: u64) -> AllocResult<B::Segment, B> {
-        let base = segment.base();
-        let why = self.flaw_of_range(base, segment.bytes()).or_else(|| {
-            (segment.bytes() != bytes).then_some("its length is not what was asked for")
-        });
-        let Some(why) = why else { return Ok(segment) };
-        let error = AllocError::BadSegment { base, bytes: segment.bytes(), why };
-        if why != OVERLAP {
+        let (base, actual) = (segment.base(), segment.bytes());
+        let Some(Flaw { why, returnable }) = self.flaw(base, actual, bytes) else {
+            return Ok(segment);
+        };
+        if returnable {
             // Whether this works or not, the caller learns what is wrong with the backend.
             let _ = self.backend.release(segment);
         }
-        Err(error)
+        Err(AllocError::BadSegment { base, bytes: actual, why })
+    }
+
+    /// Why a range that was to have `wanted` bytes cannot be a segment of this allocator, if so.
+    fn flaw(&self, base: Addr, bytes: u64, wanted: u64) -> Option<Flaw> {
+        let why = self
+            .flaw_of_range(base, bytes)
+            .or_else(|| (bytes != wanted).then_some("its length is not what was asked for"))?;
+        Some(Flaw { why, returnable: why != OVERLAP })
     }
 
     /// Why a range cannot be a segment of this allocator, if so.
@@ -172,12 +178,15 @@ impl<B: Backend> Shared<B> {
         if bytes < request.rounded {
             return Ok(None);
         }
-        let reserved = pager.reserve(cell.device, bytes);
-        let Some(base) = unless_pager_out_of_memory(reserved)? else { return Ok(None) };
-        if let Some(why) = self.flaw_of_range(base, bytes) {
-            let _ = pager.unreserve(base);
-            return Err(AllocError::BadSegment { base, bytes, why });
-        }
+        let flaw = |base, actual| self.flaw(base, actual, bytes);
+        let reserved = pager.reserve(cell.device, bytes, &flaw);
+        let base = match unless_pager_out_of_memory(reserved)? {
+            None => return Ok(None),
+            Some(Ok(base)) => base,
+            Some(Err(BadRange { base, bytes, why })) => {
+                return Err(AllocError::BadSegment { base, bytes, why });
+            }
+        };
         let mut state = cell.state.lock();
         let heap = &mut state.body.heap;
         let id = heap.segments.next_id();

@@ -311,6 +311,28 @@ fn bad_reservations_are_found_out() {
     }
 }
 
+/// A reservation at the place of another one does not take that one's pages along.
+#[test]
+fn an_overlapping_reservation_is_refused_and_kept() {
+    let (liar, alloc) = lying_allocator("expandable_segments:True");
+    let stream = liar.honest.default_stream(DEV0);
+    let live = alloc.allocate_raw(30 * MIB, &stream).unwrap();
+    // The next one lies right behind it.
+    liar.lie(|base, bytes| (Addr::new(base.get() - bytes), bytes));
+    let error = alloc.allocate(30 * MIB, &liar.honest.stream(DEV0)).unwrap_err();
+    assert!(error.to_string().contains("overlaps"), "{error}");
+    alloc.check().unwrap();
+    let again = alloc.allocate_raw(40 * MIB, &stream).unwrap();
+    alloc.free_raw(live).unwrap();
+    alloc.free_raw(again).unwrap();
+    alloc.check().unwrap();
+    drop(alloc);
+    let leaks = liar.honest.leaks();
+    assert!(leaks.pages.is_empty() && leaks.mappings.is_empty());
+    assert_eq!(leaks.reservations.len(), 1, "only the refused one");
+    assert!(liar.honest.violations().is_empty());
+}
+
 /// What a failed free hands back can be freed later.
 #[test]
 fn a_free_that_cannot_record_hands_the_block_back() {
