@@ -5,7 +5,7 @@ use super::{AllocResult, Device, HeapCell, Shared};
 use crate::backend::{Backend, BackendError, ErrorKind, SEGMENT_ALIGN, Segment};
 use crate::block::{BlockIdx, BlockState};
 use crate::directory::{ADDRESS_END, Owner};
-use crate::error::{AllocError, BackendOp};
+use crate::error::{AddressSpaceLack, AllocError, BackendOp};
 use crate::heap::{PageRun, Request};
 use crate::pager::{BadRange, Flaw, Pager, PagerError};
 use crate::size_class::{SMALL_SEGMENT_BYTES, SizeClass};
@@ -36,19 +36,18 @@ fn unless_pager_out_of_memory<T, E: BackendError>(
 }
 
 impl<B: Backend> Shared<B> {
-    /// One attempt to serve a request with new memory. `None`: neither the limit nor the backend
-    /// allows it now.
+    /// One attempt to serve a request with new memory.
     pub(super) fn grow(
         &self,
         cell: &HeapCell<B>,
         request: &Request,
         trace: &mut TraceBuffer,
-    ) -> AllocResult<Option<HandedOut>, B> {
+    ) -> AllocResult<Grown<HandedOut>, B> {
         let device = &self.devices[cell.device.index()];
         let bytes = self.segment_bytes(cell, request);
         let within = |limit| device.reserved().checked_add(bytes).is_some_and(|sum| sum <= limit);
         if !device.limit().is_none_or(within) {
-            return Ok(None);
+            return Ok(Err(Shortage::Memory));
         }
         match &self.pager {
             Some(pager) if request.expandable => {
@@ -69,10 +68,10 @@ impl<B: Backend> Shared<B> {
         request: &Request,
         bytes: u64,
         trace: &mut TraceBuffer,
-    ) -> AllocResult<Option<HandedOut>, B> {
+    ) -> AllocResult<Grown<HandedOut>, B> {
         let acquired = self.backend.acquire(cell.device, bytes, &cell.stream);
         let Some(segment) = unless_out_of_memory(BackendOp::Acquire, acquired)? else {
-            return Ok(None);
+            return Ok(Err(Shortage::Memory));
         };
         let segment = self.vetted(segment, bytes)?;
         self.account_growth(&self.devices[cell.device.index()], bytes);
@@ -84,7 +83,7 @@ impl<B: Backend> Shared<B> {
             let block = body.heap.adopt_whole(id, base, bytes, request.class, ledger);
             body.hand_out(block, request, ledger)
         });
-        Ok(Some(block))
+        Ok(Ok(block))
     }
 
     fn account_growth(&self, device: &Device<B>, bytes: u64) {
@@ -140,12 +139,15 @@ impl<B: Backend> Shared<B> {
         cell: &HeapCell<B>,
         request: &Request,
         trace: &mut TraceBuffer,
-    ) -> AllocResult<Option<HandedOut>, B> {
+    ) -> AllocResult<Grown<HandedOut>, B> {
         loop {
-            let Some(start) = self.growable(pager, cell, request)? else { return Ok(None) };
+            let start = match self.growable(pager, cell, request)? {
+                Ok(start) => start,
+                Err(shortage) => return Ok(Err(shortage)),
+            };
             match self.fill(pager, cell, request, start, trace)? {
-                Filled::Enough(block) => return Ok(Some(block)),
-                Filled::OutOfMemory => return Ok(None),
+                Filled::Enough(block) => return Ok(Ok(block)),
+                Filled::OutOfMemory => return Ok(Err(Shortage::Memory)),
                 // Another thread took a free block that was part of the plan.
                 Filled::Interrupted => {}
             }
@@ -159,7 +161,7 @@ impl<B: Backend> Shared<B> {
         pager: &dyn Pager<B::Error>,
         cell: &HeapCell<B>,
         request: &Request,
-    ) -> AllocResult<Option<BlockIdx>, B> {
+    ) -> AllocResult<Grown<BlockIdx>, B> {
         let found = {
             let mut state = cell.state.lock();
             let heap = &mut state.body.heap;
@@ -169,19 +171,25 @@ impl<B: Backend> Shared<B> {
             }
             found
         };
-        if found.is_some() {
-            return Ok(found);
+        if let Some(found) = found {
+            return Ok(Ok(found));
         }
         let page_bytes = self.page_bytes(request.class, pager.granularity(cell.device));
         let total = self.devices[cell.device.index()].total;
         let bytes = self.settings.lock().reserve_bytes(total, page_bytes, None);
         if bytes < request.rounded {
-            return Ok(None);
+            let lack = AddressSpaceLack::ReserveTooSmall { bytes };
+            // What the whole device could not hold is no matter of addresses.
+            let fits = request.rounded <= total;
+            return Ok(Err(if fits { Shortage::Addresses(lack) } else { Shortage::Memory }));
         }
         let flaw = |base, actual| self.flaw(base, actual, bytes);
         let reserved = pager.reserve(cell.device, bytes, &flaw);
         let base = match unless_pager_out_of_memory(reserved)? {
-            None => return Ok(None),
+            None => {
+                let lack = AddressSpaceLack::Exhausted { bytes };
+                return Ok(Err(Shortage::Addresses(lack)));
+            }
             Some(Ok(base)) => base,
             Some(Err(BadRange { base, bytes, why })) => {
                 return Err(AllocError::BadSegment { base, bytes, why });
@@ -190,7 +198,7 @@ impl<B: Backend> Shared<B> {
         let mut state = cell.state.lock();
         let heap = &mut state.body.heap;
         let id = heap.segments.next_id();
-        Ok(Some(heap.adopt_reservation(id, base, bytes, request.class, page_bytes)))
+        Ok(Ok(heap.adopt_reservation(id, base, bytes, request.class, page_bytes)))
     }
 
     /// The page of a new expandable segment (spec §4.1), as a multiple of what the backend can map.
@@ -288,6 +296,18 @@ impl<B: Backend> Shared<B> {
         beyond && self.settings.lock().throw_on_oom
     }
 }
+
+/// What growth lacked.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Shortage {
+    /// Neither the limit nor the backend allows more memory now.
+    Memory,
+    /// An expandable segment lacked address space.
+    Addresses(AddressSpaceLack),
+}
+
+/// What growth got.
+pub(super) type Grown<T> = Result<T, Shortage>;
 
 const OVERLAP: &str = "it overlaps a segment that is in use, so it was not given back";
 

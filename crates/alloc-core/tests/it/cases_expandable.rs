@@ -2,7 +2,7 @@
 
 use crate::rig::*;
 use alloc_core::backend::{ErrorKind, Stream};
-use alloc_core::{Addr, AllocError, Policy};
+use alloc_core::{Addr, AddressSpaceLack, AllocError, Policy};
 use mock_backend::{Call, Fault, MockBackend};
 
 const EXPANDABLE: &str = "expandable_segments:True";
@@ -100,8 +100,10 @@ fn case_e7_address_space_is_bounded_and_named_when_it_runs_out() {
         let streams: Vec<_> = (0..256).map(|_| rig.backend.stream(DEV0)).collect();
         let error = streams.iter().find_map(|stream| rig.try_alloc(2 * MIB, stream).err());
         let error = error.expect("1 TiB does not hold 256 reservations of 90 GiB");
-        assert!(matches!(error, AllocError::OutOfMemory(_)));
         assert!(error.to_string().contains("address space"), "{error}");
+        let AllocError::OutOfMemory(report) = error else { panic!("{error}") };
+        let bytes = (90 * GIB).next_multiple_of(20 * MIB);
+        assert_eq!(report.address_space, Some(AddressSpaceLack::Exhausted { bytes }));
 
         let text = "expandable_segments:True,expandable_segments_reserve:2G";
         let rig = Rig::on(machine(), policy, text);
@@ -111,6 +113,14 @@ fn case_e7_address_space_is_bounded_and_named_when_it_runs_out() {
         let leaks = rig.backend.leaks();
         let reserved: u64 = leaks.reservations.iter().map(|(_, bytes)| bytes).sum();
         assert!(reserved <= 256 * (2 * GIB + 20 * MIB));
+        // A request that no such reservation holds, though the device would; and one that is simply
+        // too large.
+        let lack = |bytes| match rig.oom(bytes, &rig.s(0)) {
+            AllocError::OutOfMemory(report) => report.address_space,
+            _ => None,
+        };
+        assert!(matches!(lack(3 * GIB), Some(AddressSpaceLack::ReserveTooSmall { .. })));
+        assert_eq!(lack(81 * GIB), None);
     }
 }
 
