@@ -284,11 +284,16 @@ impl<B: VirtualMemory> Drop for PageStore<B> {
     /// Best effort: a backend that is gone already has taken everything with it.
     fn drop(&mut self) {
         for (_, reserved) in std::mem::take(self.reserved.get_mut()) {
+            let mut empty = true;
             for (at, page) in reserved.pages.into_iter().chain(reserved.leftovers) {
-                let _ = self.backend.unmap(&reserved.token, at, page.bytes());
-                let _ = self.backend.destroy(page);
+                match self.backend.unmap(&reserved.token, at, page.bytes()) {
+                    Ok(()) => drop(self.backend.destroy(page)),
+                    Err(_) => empty = false,
+                }
             }
-            let _ = self.backend.unreserve(reserved.token);
+            if empty {
+                let _ = self.backend.unreserve(reserved.token);
+            }
         }
         for page in std::mem::take(self.strays.get_mut()) {
             let _ = self.backend.destroy(page);
