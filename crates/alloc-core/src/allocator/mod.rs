@@ -262,9 +262,15 @@ impl<B: Backend + MemoryInfo> CachingAllocator<B> {
     }
 }
 
-/// The limit that a fraction of `total` bytes means; 1 is none (spec §2.13).
-fn limit_of_fraction(fraction: f64, total: u64) -> u64 {
-    if fraction < 1.0 { (fraction * total as f64) as u64 } else { u64::MAX }
+/// The limit that a fraction of `total` bytes means; 1 is none (spec §2.13). PyTorch cuts off, which
+/// can lose a byte of a limit that was turned into a fraction before; the nearest byte is that limit.
+fn limit_of_fraction(policy: Policy, fraction: f64, total: u64) -> u64 {
+    let bytes = fraction * total as f64;
+    match policy {
+        _ if fraction >= 1.0 => u64::MAX,
+        Policy::Pytorch => bytes as u64,
+        Policy::Ours => bytes.round() as u64,
+    }
 }
 
 impl<B: Backend> Device<B> {
@@ -273,9 +279,10 @@ impl<B: Backend> Device<B> {
             crate::config::PeakMode::Exact => Some(Lock::new(StatTable::default())),
             crate::config::PeakMode::PerHeap => None,
         };
+        let limit = limit_of_fraction(config.policy, config.settings.memory_fraction, total);
         Device {
             total,
-            limit: AtomicU64::new(limit_of_fraction(config.settings.memory_fraction, total)),
+            limit: AtomicU64::new(limit),
             reserved: AtomicU64::new(0),
             reserved_peak: AtomicU64::new(0),
             counters: Mutex::new(Counters::default()),
@@ -324,7 +331,8 @@ impl<B: Backend> CachingAllocator<B> {
     ///
     /// # Errors
     /// Hands the allocation back, still valid: [`AllocError::ForeignAllocation`], or
-    /// [`AllocError::Backend`] if an event cannot be recorded.
+    /// [`AllocError::Backend`] if an event cannot be recorded. [`AllocError::UnknownAddress`] if it was
+    /// freed by address before.
     pub fn free(&self, allocation: Allocation) -> Result<(), FreeError<Allocation, B::Error>> {
         self.shared.free(&allocation).map_err(|error| FreeError { allocation, error })
     }
@@ -333,8 +341,10 @@ impl<B: Backend> CachingAllocator<B> {
     /// not reused before that work is done. The block's own stream is ignored.
     ///
     /// # Errors
-    /// [`AllocError::ForeignAllocation`].
+    /// [`AllocError::ForeignAllocation`]; [`AllocError::UnknownAddress`] if it was freed by address;
+    /// [`AllocError::NoSuchDevice`] if the stream's device is not the backend's.
     pub fn record_stream(&self, allocation: &Allocation, stream: &B::Stream) -> AllocResult<(), B> {
+        self.shared.device(stream.device())?;
         self.shared.record_stream(allocation, stream)
     }
 
@@ -361,8 +371,10 @@ impl<B: Backend> CachingAllocator<B> {
     /// [`record_stream`](Self::record_stream) by address. [`Addr::NULL`] is nothing.
     ///
     /// # Errors
-    /// [`AllocError::UnknownAddress`] unless a block that is handed out starts at `addr`.
+    /// [`AllocError::UnknownAddress`] unless a block that is handed out starts at `addr`;
+    /// [`AllocError::NoSuchDevice`] if the stream's device is not the backend's.
     pub fn record_stream_raw(&self, addr: Addr, stream: &B::Stream) -> AllocResult<(), B> {
+        self.shared.device(stream.device())?;
         if addr.is_null() {
             return Ok(());
         }
@@ -442,7 +454,7 @@ impl<B: Backend> CachingAllocator<B> {
             });
         }
         let total = self.shared.device(device)?.total;
-        let limit = limit_of_fraction(fraction, total);
+        let limit = limit_of_fraction(self.policy(), fraction, total);
         self.set_memory_limit(device, (limit != u64::MAX).then_some(limit))
     }
 
