@@ -1,0 +1,5 @@
+//! Tests of the simulator from outside.
+#![expect(clippy::unwrap_used, reason = "helpers of tests may unwrap like the tests themselves")]
+
+mod driver;
+mod rules;
