@@ -111,8 +111,8 @@ pub struct DriverError {
 }
 
 impl DriverError {
-    /// An error of `call` whose code is one of those listed in [`code`].
-    pub(crate) fn new(call: &'static str, code: u32) -> Self {
+    /// An error of `call` with one of the codes listed in [`code`].
+    pub fn new(call: &'static str, code: u32) -> Self {
         DriverError { call, code, name: known_name(code).unwrap_or("unrecognized error code") }
     }
 
