@@ -9,7 +9,7 @@ use crate::config::EventOrder;
 use crate::units::StreamId;
 use parking_lot::Mutex;
 use std::collections::{BTreeMap, VecDeque};
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 /// A block that waits for an event.
 pub(crate) struct Pending<E> {
@@ -39,11 +39,23 @@ pub(crate) struct EventQueue<B: Backend> {
     /// blocks used across streams come and go.
     pending: AtomicUsize,
     order: EventOrder,
+    /// Lowest stream id of the device that was ever seen.
+    lowest: AtomicU64,
 }
 
 impl<B: Backend> EventQueue<B> {
     pub(crate) const fn new(order: EventOrder) -> Self {
-        EventQueue { fifos: Mutex::new(BTreeMap::new()), pending: AtomicUsize::new(0), order }
+        EventQueue {
+            fifos: Mutex::new(BTreeMap::new()),
+            pending: AtomicUsize::new(0),
+            order,
+            lowest: AtomicU64::new(u64::MAX),
+        }
+    }
+
+    /// Tells the queue that the device has this stream.
+    pub(crate) fn note_stream(&self, stream: StreamId) {
+        self.lowest.fetch_min(stream.get(), Ordering::Relaxed);
     }
 
     pub(crate) fn is_empty(&self) -> bool {
@@ -55,6 +67,7 @@ impl<B: Backend> EventQueue<B> {
     }
 
     pub(crate) fn push(&self, stream: &B::Stream, entry: Pending<B::Event>) {
+        self.note_stream(stream.id());
         let mut fifos = self.fifos.lock();
         fifos.entry(stream.id()).or_default().entries.push_back(entry);
         self.pending.fetch_add(1, Ordering::Release);
@@ -64,8 +77,10 @@ impl<B: Backend> EventQueue<B> {
     pub(crate) fn streams(&self) -> Vec<StreamId> {
         let fifos = self.fifos.lock();
         let mut streams: Vec<_> = fifos.keys().copied().collect();
-        if self.order == EventOrder::DefaultThenDescending && streams.len() > 1 {
-            streams[1..].reverse();
+        if self.order == EventOrder::DefaultThenDescending {
+            let lowest = StreamId::new(self.lowest.load(Ordering::Relaxed));
+            let others = usize::from(streams.first() == Some(&lowest));
+            streams[others..].reverse();
         }
         streams
     }

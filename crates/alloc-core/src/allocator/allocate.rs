@@ -2,7 +2,7 @@
 
 use super::{AllocResult, Allocation, HeapBody, HeapCell, Shared};
 use crate::backend::{Backend, Completion, Stream};
-use crate::block::BlockId;
+use crate::block::{BlockId, BlockIdx};
 use crate::error::{AllocError, BackendOp};
 use crate::heap::{Ledger, Request};
 use crate::size_class::{REQUEST_BYTES_MAX, SizeClass};
@@ -92,7 +92,10 @@ impl<B: Backend> Shared<B> {
     /// One event of a block is reached.
     pub(super) fn settle(&self, heap: u32, block: BlockId, trace: &mut TraceBuffer) {
         let cell = self.heaps.get(heap).expect("I10: a pending block names a heap");
-        self.edit(cell, trace, |body, ledger| body.heap.event_reached(block, ledger));
+        self.edit(cell, trace, |body, ledger| {
+            let block = body.heap.blocks.resolve(block).expect("I5: a pending block exists");
+            body.heap.event_reached(block, ledger)
+        });
     }
 }
 
@@ -116,19 +119,20 @@ impl<B: Backend> HeapBody<B> {
         request: &Request,
         ledger: &mut Ledger<'_>,
     ) -> Option<HandedOut> {
-        let id = self.heap.take_best_fit(request)?;
-        Some(self.hand_out(id, request, ledger))
+        let block = self.heap.take_best_fit(request)?;
+        Some(self.hand_out(block, request, ledger))
     }
 
     /// Hands out a `Held` block.
     pub(super) fn hand_out(
         &mut self,
-        id: BlockId,
+        block: BlockIdx,
         request: &Request,
         ledger: &mut Ledger<'_>,
     ) -> HandedOut {
-        self.heap.hand_out(id, request, ledger);
-        let block = &self.heap.blocks[id];
+        self.heap.hand_out(block, request, ledger);
+        let id = self.heap.blocks.id(block);
+        let block = &self.heap.blocks[block];
         HandedOut { id, addr: block.addr, bytes: block.bytes }
     }
 }

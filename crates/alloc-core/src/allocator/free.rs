@@ -1,8 +1,8 @@
 //! Giving blocks back, and remembering which streams used them.
 
-use super::{AllocResult, Allocation, HeapCell, Shared};
+use super::{AllocResult, Allocation, HeapBody, HeapCell, Shared};
 use crate::backend::{Backend, Stream};
-use crate::block::{BlockId, BlockState};
+use crate::block::{BlockId, BlockIdx, BlockState};
 use crate::error::{AllocError, BackendOp};
 use crate::events::Pending;
 use crate::units::Addr;
@@ -33,31 +33,24 @@ impl<B: Backend> Shared<B> {
 
     fn free_block(&self, cell: &HeapCell<B>, id: BlockId, addr: Addr) -> AllocResult<(), B> {
         let mut op = self.begin();
-        let uses = self.edit(cell, &mut op.trace, |body, ledger| {
+        let (block, uses) = self.edit(cell, &mut op.trace, |body, ledger| {
             // By address, another thread may have freed the block since it was looked up.
-            let live = body
-                .heap
-                .blocks
-                .get(id)
-                .is_some_and(|block| block.state == BlockState::Live && block.addr == addr);
-            if !live {
-                return Err(AllocError::UnknownAddress { addr });
+            let block = body.live(id, addr).ok_or(AllocError::UnknownAddress { addr })?;
+            if !body.heap.blocks[block].used {
+                body.heap.request_free(block, 0, ledger);
+                body.heap.finish_free(block, ledger);
+                return Ok((block, None));
             }
-            let uses = body.uses.remove(&id);
-            if uses.is_none() {
-                body.heap.request_free(id, 0, ledger);
-                body.heap.finish_free(id, ledger);
-            } else {
-                body.heap.blocks[id].state = BlockState::Held;
-            }
-            Ok(uses)
+            body.heap.blocks[block].state = BlockState::Held;
+            body.heap.blocks[block].used = false;
+            Ok((block, body.uses.remove(&block)))
         })?;
         let Some(uses) = uses else { return Ok(()) };
         match self.record_all(&uses) {
             Ok(events) => {
                 self.edit(cell, &mut op.trace, |body, ledger| {
-                    body.heap.blocks[id].state = BlockState::Live;
-                    body.heap.request_free(id, events.len() as u32, ledger);
+                    body.heap.blocks[block].state = BlockState::Live;
+                    body.heap.request_free(block, events.len() as u32, ledger);
                 });
                 let queue = &self.devices[cell.device.index()].events;
                 for (stream, event) in uses.iter().zip(events) {
@@ -67,8 +60,9 @@ impl<B: Backend> Shared<B> {
             }
             Err(source) => {
                 let mut state = cell.state.lock();
-                state.body.heap.blocks[id].state = BlockState::Live;
-                state.body.uses.insert(id, uses);
+                state.body.heap.blocks[block].state = BlockState::Live;
+                state.body.heap.blocks[block].used = true;
+                state.body.uses.insert(block, uses);
                 Err(AllocError::Backend { op: BackendOp::Record, source })
             }
         }
@@ -104,17 +98,24 @@ impl<B: Backend> Shared<B> {
     ) -> AllocResult<(), B> {
         let mut state = cell.state.lock();
         let body = &mut state.body;
-        let block = body.heap.blocks.get(id).filter(|block| block.addr == addr);
-        if block.is_none_or(|block| block.state != BlockState::Live) {
-            return Err(AllocError::UnknownAddress { addr });
-        }
+        let block = body.live(id, addr).ok_or(AllocError::UnknownAddress { addr })?;
         if stream.id() == body.heap.stream {
             return Ok(());
         }
-        let uses = body.uses.entry(id).or_default();
+        body.heap.blocks[block].used = true;
+        let uses = body.uses.entry(block).or_default();
         if uses.iter().all(|used| used.id() != stream.id()) {
             uses.push(stream.clone());
         }
         Ok(())
+    }
+}
+
+impl<B: Backend> HeapBody<B> {
+    /// The block that an id names, if it is live and starts at `addr`.
+    fn live(&self, id: BlockId, addr: Addr) -> Option<BlockIdx> {
+        let index = self.heap.blocks.resolve(id)?;
+        let block = &self.heap.blocks[index];
+        (block.state == BlockState::Live && block.addr == addr).then_some(index)
     }
 }

@@ -3,7 +3,7 @@
 use super::allocate::HandedOut;
 use super::{AllocResult, Device, HeapCell, Shared};
 use crate::backend::{Backend, BackendError, ErrorKind, SEGMENT_ALIGN, Segment};
-use crate::block::{BlockId, BlockState};
+use crate::block::{BlockIdx, BlockState};
 use crate::directory::{ADDRESS_END, Owner};
 use crate::error::{AllocError, BackendOp};
 use crate::heap::{PageRun, Request};
@@ -153,7 +153,7 @@ impl<B: Backend> Shared<B> {
         pager: &dyn Pager<B::Error>,
         cell: &HeapCell<B>,
         request: &Request,
-    ) -> AllocResult<Option<BlockId>, B> {
+    ) -> AllocResult<Option<BlockIdx>, B> {
         let found = {
             let mut state = cell.state.lock();
             let heap = &mut state.body.heap;
@@ -199,7 +199,7 @@ impl<B: Backend> Shared<B> {
         pager: &dyn Pager<B::Error>,
         cell: &HeapCell<B>,
         request: &Request,
-        start: BlockId,
+        start: BlockIdx,
         trace: &mut TraceBuffer,
     ) -> AllocResult<Filled, B> {
         let mut held = {
@@ -241,8 +241,8 @@ impl<B: Backend> Shared<B> {
         &self,
         cell: &HeapCell<B>,
         request: &Request,
-        start: BlockId,
-        held: Option<BlockId>,
+        start: BlockIdx,
+        held: Option<BlockIdx>,
     ) -> NextRun {
         let state = cell.state.lock();
         let heap = &state.body.heap;
@@ -282,8 +282,8 @@ impl<B: Backend> Shared<B> {
 const OVERLAP: &str = "it overlaps a segment that is in use, so it was not given back";
 
 enum NextRun {
-    Enough(BlockId),
-    Map(BlockId, PageRun),
+    Enough(BlockIdx),
+    Map(BlockIdx, PageRun),
     Blocked,
 }
 

@@ -18,7 +18,7 @@ pub use check::Violation;
 pub use snapshot::{BlockSnapshot, BlockStatus, SegmentSnapshot, Snapshot};
 
 use crate::backend::{Backend, DeviceMemory, MemoryInfo, Stream, VirtualMemory};
-use crate::block::BlockId;
+use crate::block::{BlockId, BlockIdx};
 use crate::config::{Config, Policy, Rules, Settings};
 use crate::directory::Directory;
 use crate::error::{AllocError, BackendOp, FreeError, OomReport};
@@ -95,7 +95,7 @@ struct HeapBody<B: Backend> {
     /// Tokens of the segments obtained whole.
     tokens: HashMap<SegmentId, B::Segment>,
     /// Streams other than the heap's own that a live block was used on.
-    uses: HashMap<BlockId, SmallVec<[B::Stream; 2]>>,
+    uses: HashMap<BlockIdx, SmallVec<[B::Stream; 2]>>,
 }
 
 /// What the heaps of one device share.
@@ -606,6 +606,7 @@ impl<B: Backend> Shared<B> {
         if let Some(cell) = device.heaps.read().get(&key) {
             return Ok(Arc::clone(cell));
         }
+        device.events.note_stream(stream.id());
         let mut heaps = device.heaps.write();
         let cell = heaps.entry(key).or_insert_with(|| {
             let pool = Arc::clone(&device.default_pool);
@@ -684,14 +685,16 @@ impl<B: Backend> Shared<B> {
         if addr < segment.base || addr - segment.base >= segment.bytes {
             return None;
         }
-        Some((cell, segment.live_at(addr)?))
+        let block = segment.live_near(addr)?;
+        let blocks = &state.body.heap.blocks;
+        (blocks[block].addr == addr).then(|| (cell, blocks.id(block)))
     }
 
     fn locate(&self, addr: Addr) -> Option<Located> {
         let (cell, id) = self.find_live(addr)?;
         let state = cell.state.lock();
         let heap = &state.body.heap;
-        let block = heap.blocks.get(id)?;
+        let block = &heap.blocks[heap.blocks.resolve(id)?];
         Some(Located {
             device: cell.device,
             pool: cell.pool,

@@ -74,7 +74,7 @@ fn report_of<B: Backend>(cell: &HeapCell<B>) -> Option<HeapReport> {
                 report.cached += block.bytes;
                 report.largest_free = report.largest_free.max(block.bytes);
             }
-            BlockState::Unmapped => {}
+            BlockState::Unmapped | BlockState::Vacant => {}
         }
     }
     Some(report)
@@ -91,7 +91,7 @@ pub(super) fn reserved_bytes(heap: &Heap) -> u64 {
     let mapped: u64 = heap
         .blocks
         .iter()
-        .filter(|(_, block)| heap.is_expandable(block) && block.state != BlockState::Unmapped)
+        .filter(|(_, block)| block.expandable && block.state != BlockState::Unmapped)
         .map(|(_, block)| block.bytes)
         .sum();
     whole + mapped

@@ -2,11 +2,12 @@
 
 use super::{AllocResult, HeapCell, Shared};
 use crate::backend::{Backend, Refused, Segment};
-use crate::block::{Block, BlockId, BlockState};
+use crate::block::{Block, BlockId, BlockIdx, BlockState};
 use crate::config::Policy;
 use crate::directory::Owner;
 use crate::error::{AllocError, BackendOp};
-use crate::heap::{PageRun, Request};
+use crate::free_index::FreeKey;
+use crate::heap::{Heap, PageRun, Request};
 use crate::pager::Pager;
 use crate::size_class::SizeClass;
 use crate::trace::TraceBuffer;
@@ -17,9 +18,10 @@ use std::sync::atomic::Ordering;
 /// A free block seen under a heap lock that has been given back since.
 struct Candidate<B: Backend> {
     cell: Arc<HeapCell<B>>,
+    index: BlockIdx,
+    /// Names the block as it was seen.
     id: BlockId,
-    addr: Addr,
-    bytes: u64,
+    key: FreeKey,
     /// Searches of its pool since it became free.
     age: u64,
     split: bool,
@@ -97,16 +99,16 @@ impl<B: Backend> Shared<B> {
             let state = cell.state.lock();
             let heap = &state.body.heap;
             let searches = heap.pool.searches(class);
-            for (_, id) in heap.classes[class.index()].free.iter() {
-                let block = &heap.blocks[id];
+            for (_, index) in heap.classes[class.index()].free.iter() {
+                let block = &heap.blocks[index];
                 found.push(Candidate {
                     cell: Arc::clone(&cell),
-                    id,
-                    addr: block.addr,
-                    bytes: block.bytes,
+                    index,
+                    id: heap.blocks.id(index),
+                    key: block.key(),
                     age: searches - block.free_since,
                     split: block.is_split(),
-                    expandable: heap.is_expandable(block),
+                    expandable: block.expandable,
                 });
             }
         }
@@ -123,16 +125,16 @@ impl<B: Backend> Shared<B> {
             Ok(()) => {
                 device.reserved.fetch_sub(bytes, Ordering::Relaxed);
                 device.counters.lock().num_device_free += 1;
-                self.edit(cell, trace, |body, ledger| body.heap.forget_whole(block.id, ledger));
+                self.edit(cell, trace, |body, ledger| body.heap.forget_whole(block.index, ledger));
                 Ok(bytes)
             }
             Err(Refused { value, error }) => {
                 let mut state = cell.state.lock();
-                let segment = state.body.heap.blocks[block.id].segment;
+                let segment = state.body.heap.blocks[block.index].segment;
                 let owner = Owner { heap: cell.index, segment };
                 self.directory.register(base, bytes, owner);
                 state.body.tokens.insert(segment, value);
-                state.body.heap.restore_free(block.id);
+                state.body.heap.restore_free(block.index);
                 Err(AllocError::Backend { op: BackendOp::Release, source: error })
             }
         }
@@ -143,13 +145,10 @@ impl<B: Backend> Shared<B> {
     fn take_segment(&self, block: &Candidate<B>) -> Option<B::Segment> {
         let mut state = block.cell.state.lock();
         let body = &mut state.body;
-        let current = body.heap.blocks.get(block.id)?;
-        if !is_unchanged(current, block) || current.is_split() {
-            return None;
-        }
+        let current = unchanged(&body.heap, block).filter(|current| !current.is_split())?;
         let segment = current.segment;
         let token = body.tokens.remove(&segment)?;
-        body.heap.remove_free(block.id);
+        body.heap.remove_free(block.index);
         self.directory.unregister(token.base(), token.bytes());
         Some(token)
     }
@@ -166,7 +165,7 @@ impl<B: Backend> Shared<B> {
         let Some((run, base)) = self.take_pages(block) else { return Ok(()) };
         if let Err(error) = self.synchronize(&cell.stream) {
             self.directory_register(cell, &run, run.bytes);
-            cell.state.lock().body.heap.restore_free(block.id);
+            cell.state.lock().body.heap.restore_free(block.index);
             return Err(error);
         }
         let unmapped = pager.unmap(base, run.addr, run.bytes);
@@ -179,7 +178,7 @@ impl<B: Backend> Shared<B> {
             self.directory_register(cell, &rest, rest.bytes);
         }
         if unmapped.bytes == 0 {
-            cell.state.lock().body.heap.restore_free(block.id);
+            cell.state.lock().body.heap.restore_free(block.index);
         } else {
             self.book_unmapped(pager, block, PageRun { bytes: unmapped.bytes, ..run }, trace)?;
         }
@@ -198,11 +197,9 @@ impl<B: Backend> Shared<B> {
     fn take_pages(&self, block: &Candidate<B>) -> Option<(PageRun, Addr)> {
         let mut state = block.cell.state.lock();
         let heap = &mut state.body.heap;
-        if !is_unchanged(heap.blocks.get(block.id)?, block) {
-            return None;
-        }
-        let run = heap.plan_unmap(block.id)?;
-        heap.remove_free(block.id);
+        unchanged(heap, block)?;
+        let run = heap.plan_unmap(block.index)?;
+        heap.remove_free(block.index);
         self.directory.unregister(run.addr, run.bytes);
         Some((run, heap.segments[run.segment].base))
     }
@@ -219,7 +216,7 @@ impl<B: Backend> Shared<B> {
         device.reserved.fetch_sub(run.bytes, Ordering::Relaxed);
         device.counters.lock().num_device_free += 1;
         let (hole, empty) = self.edit(cell, trace, |body, ledger| {
-            let hole = body.heap.commit_unmap(block.id, &run, ledger);
+            let hole = body.heap.commit_unmap(block.index, &run, ledger);
             (hole, !body.heap.blocks[hole].is_split())
         });
         if !empty {
@@ -263,12 +260,12 @@ impl<B: Backend> Shared<B> {
             .into_iter()
             .filter(|block| block.cell.index == cell.index)
             .collect();
-        let enough = free.partition_point(|block| block.bytes < wanted);
+        let enough = free.partition_point(|block| block.key.bytes < wanted);
         if let Some(block) = free.get(enough).filter(|block| !block.expandable) {
             return Ok(self.release_whole(block, trace)? > 0);
         }
         let mut freed = 0;
-        let several = free[..enough].iter().rev().take_while(|block| block.bytes >= max_split);
+        let several = free[..enough].iter().rev().take_while(|block| block.key.bytes >= max_split);
         for block in several.filter(|block| !block.expandable && !block.split) {
             if freed >= wanted {
                 break;
@@ -333,9 +330,11 @@ impl<B: Backend> Shared<B> {
     }
 }
 
-/// Whether a block is as it was when it was listed.
-fn is_unchanged<B: Backend>(current: &Block, seen: &Candidate<B>) -> bool {
-    current.state == BlockState::Free && current.addr == seen.addr && current.bytes == seen.bytes
+/// The listed block, if it is still as it was.
+fn unchanged<'a, B: Backend>(heap: &'a Heap, seen: &Candidate<B>) -> Option<&'a Block> {
+    let block = &heap.blocks[heap.blocks.resolve(seen.id)?];
+    let same = block.state == BlockState::Free && block.key() == seen.key;
+    same.then_some(block)
 }
 
 impl<B: Backend> Drop for Shared<B> {

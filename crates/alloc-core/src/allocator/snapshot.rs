@@ -162,7 +162,7 @@ fn block_snapshot(block: &Block) -> Option<BlockSnapshot> {
         BlockState::Live | BlockState::Held => (BlockStatus::Allocated, block.requested),
         BlockState::Draining { .. } => (BlockStatus::PendingFree, block.requested),
         BlockState::Free => (BlockStatus::Inactive, 0),
-        BlockState::Unmapped => return None,
+        BlockState::Unmapped | BlockState::Vacant => return None,
     };
     Some(BlockSnapshot { addr: block.addr, bytes: block.bytes, requested, status })
 }

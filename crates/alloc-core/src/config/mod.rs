@@ -35,8 +35,9 @@ impl Policy {
 pub enum EventOrder {
     /// By stream id.
     Ascending,
-    /// The lowest stream id first, then the others from the highest down: what PyTorch's hash table
-    /// gives for the default stream and streams from its pool.
+    /// The default stream first, then the others from the highest id down: what PyTorch's hash table
+    /// gives for the default stream and streams from its pool. The default stream is the one with
+    /// the lowest id among those of the device that the allocator has seen.
     DefaultThenDescending,
 }
 

@@ -10,7 +10,7 @@ mod segment;
 pub(crate) use expandable::PageRun;
 pub(crate) use segment::{SegmentId, SegmentInfo, SegmentKind, SegmentTable};
 
-use crate::block::{Block, BlockId, BlockSlab, BlockState};
+use crate::block::{Block, BlockIdx, BlockSlab, BlockState};
 use crate::config::Rules;
 use crate::free_index::{FreeIndex, FreeKey};
 use crate::size_class::{BLOCK_BYTES_MIN, SMALL_BYTES_MAX, SizeClass};
@@ -57,7 +57,7 @@ pub(crate) struct Ledger<'a> {
 pub(crate) struct ClassIndex {
     pub(crate) free: FreeIndex,
     /// Unmapped blocks of expandable segments, by address.
-    pub(crate) unmapped: BTreeMap<Addr, BlockId>,
+    pub(crate) unmapped: BTreeMap<Addr, BlockIdx>,
 }
 
 /// One request on its way through the allocator.
@@ -102,12 +102,8 @@ impl Heap {
         }
     }
 
-    pub(crate) fn is_expandable(&self, block: &Block) -> bool {
-        self.segments[block.segment].is_expandable()
-    }
-
     /// Best fit for `request`, taken out of the free index and `Held` (spec §2.6).
-    pub(crate) fn take_best_fit(&mut self, request: &Request) -> Option<BlockId> {
+    pub(crate) fn take_best_fit(&mut self, request: &Request) -> Option<BlockIdx> {
         if self.rules.counts_searches {
             self.pool.count_search(request.class);
         }
@@ -120,17 +116,17 @@ impl Heap {
         Some(id)
     }
 
-    fn candidate(&self, request: &Request) -> Option<(FreeKey, BlockId)> {
+    fn candidate(&self, request: &Request) -> Option<(FreeKey, BlockIdx)> {
         let free = &self.classes[request.class.index()].free;
         let mut found = free.best_fit(request.rounded)?;
         if !request.expandable {
-            while self.is_expandable(&self.blocks[found.1]) {
+            while self.blocks[found.1].expandable {
                 found = free.after(found.0)?;
             }
             return Some(found);
         }
         // Prefer the block with the least room to grow behind it; the walk is PyTorch's.
-        while self.is_expandable(&self.blocks[found.1]) {
+        while self.blocks[found.1].expandable {
             match free.after(found.0) {
                 Some(next) if self.growable_bytes(next.1) < self.growable_bytes(found.1) => {
                     found = next;
@@ -142,7 +138,7 @@ impl Heap {
     }
 
     /// The bytes of a free block and of the hole behind it.
-    fn growable_bytes(&self, id: BlockId) -> u64 {
+    fn growable_bytes(&self, id: BlockIdx) -> u64 {
         let block = &self.blocks[id];
         let hole = block.next.map(|next| &self.blocks[next]);
         let hole = hole.filter(|next| next.state == BlockState::Unmapped);
@@ -152,7 +148,7 @@ impl Heap {
     /// The rules that keep oversize blocks whole (spec §2.6, rule 4).
     fn refuses_oversize(&self, block: &Block, request: &Request) -> bool {
         let Some(max_split) = self.rules.max_split_bytes else { return false };
-        let expandable = self.is_expandable(block);
+        let expandable = block.expandable;
         if expandable && !self.rules.oversize_covers_expandable {
             return false;
         }
@@ -175,11 +171,11 @@ impl Heap {
     }
 
     /// Makes a `Held` block that is large enough `Live`, giving back what is over (spec §2.14).
-    pub(crate) fn hand_out(&mut self, id: BlockId, request: &Request, ledger: &mut Ledger<'_>) {
+    pub(crate) fn hand_out(&mut self, id: BlockIdx, request: &Request, ledger: &mut Ledger<'_>) {
         let block = &self.blocks[id];
         let class = request.class;
         let was_split = block.is_split();
-        let counts_split = !self.is_expandable(block);
+        let counts_split = !block.expandable;
         if self.should_split(block, request) {
             let rest = self.split(id, request.rounded);
             let rest_bytes = self.blocks[rest].bytes;
@@ -211,20 +207,14 @@ impl Heap {
     }
 
     /// Cuts a block after its first `bytes`; it keeps those. Returns the rest, which is `Held`.
-    fn split(&mut self, id: BlockId, bytes: u64) -> BlockId {
+    fn split(&mut self, id: BlockIdx, bytes: u64) -> BlockIdx {
         let block = &self.blocks[id];
-        let rest = Block {
-            addr: block.addr + bytes,
-            bytes: block.bytes - bytes,
-            requested: 0,
-            state: BlockState::Held,
-            class: block.class,
-            segment: block.segment,
-            prev: Some(id),
-            next: block.next,
-            free_since: 0,
-        };
+        let (addr, rest_bytes) = (block.addr + bytes, block.bytes - bytes);
+        let (segment, class, expandable) = (block.segment, block.class, block.expandable);
         let after = block.next;
+        let mut rest = Block::new(addr, rest_bytes, BlockState::Held, segment, class, expandable);
+        rest.prev = Some(id);
+        rest.next = after;
         let rest = self.blocks.insert(rest);
         if let Some(after) = after {
             self.blocks[after].prev = Some(rest);
@@ -237,7 +227,7 @@ impl Heap {
 
     /// The first half of a free: the client lets go (spec §3.1). The block stays active until
     /// [`finish_free`](Self::finish_free); `pending` events must be reached before that.
-    pub(crate) fn request_free(&mut self, id: BlockId, pending: u32, ledger: &mut Ledger<'_>) {
+    pub(crate) fn request_free(&mut self, id: BlockIdx, pending: u32, ledger: &mut Ledger<'_>) {
         let block = &mut self.blocks[id];
         debug_assert_eq!(block.state, BlockState::Live);
         block.state = BlockState::Draining { pending };
@@ -254,7 +244,7 @@ impl Heap {
 
     /// One event of a draining block is reached. Returns whether it was the last, in which case the
     /// block is free now.
-    pub(crate) fn event_reached(&mut self, id: BlockId, ledger: &mut Ledger<'_>) -> bool {
+    pub(crate) fn event_reached(&mut self, id: BlockIdx, ledger: &mut Ledger<'_>) -> bool {
         let block = &mut self.blocks[id];
         let BlockState::Draining { pending } = block.state else {
             unreachable!("I5: a block in an event queue is draining")
@@ -268,11 +258,11 @@ impl Heap {
     }
 
     /// The second half of a free: nothing touches the block any more (spec §3.2).
-    pub(crate) fn finish_free(&mut self, id: BlockId, ledger: &mut Ledger<'_>) {
+    pub(crate) fn finish_free(&mut self, id: BlockIdx, ledger: &mut Ledger<'_>) {
         let block = &self.blocks[id];
         let (addr, bytes, requested, class) =
             (block.addr, block.bytes, block.requested, block.class);
-        let counts_split = !self.is_expandable(block);
+        let counts_split = !block.expandable;
         self.trace(ledger, TraceAction::FreeCompleted, addr, requested);
         let (merged, absorbed) = self.merge_and_insert(id);
         if counts_split {
@@ -287,7 +277,7 @@ impl Heap {
     }
 
     /// Merges a block with its free neighbours and puts the result into the free index.
-    fn merge_and_insert(&mut self, id: BlockId) -> (BlockId, Absorbed) {
+    fn merge_and_insert(&mut self, id: BlockIdx) -> (BlockIdx, Absorbed) {
         let mut absorbed = Absorbed::default();
         self.blocks[id].state = BlockState::Held;
         let mut merged = id;
@@ -306,23 +296,26 @@ impl Heap {
         (merged, absorbed)
     }
 
-    fn free_neighbour(&self, neighbour: Option<BlockId>) -> Option<BlockId> {
+    fn free_neighbour(&self, neighbour: Option<BlockIdx>) -> Option<BlockIdx> {
         neighbour.filter(|id| self.blocks[*id].state == BlockState::Free)
     }
 
     /// Makes `upper`, the block right above `lower`, a part of it.
-    fn join(&mut self, lower: BlockId, upper: BlockId) {
-        let gone = self.blocks.remove(upper);
-        debug_assert_eq!(self.blocks[lower].end(), gone.addr, "I1: neighbours touch");
-        self.blocks[lower].bytes += gone.bytes;
-        self.blocks[lower].next = gone.next;
-        if let Some(after) = gone.next {
+    fn join(&mut self, lower: BlockIdx, upper: BlockIdx) {
+        let gone = &self.blocks[upper];
+        let (addr, bytes, next) = (gone.addr, gone.bytes, gone.next);
+        self.blocks.remove(upper);
+        let block = &mut self.blocks[lower];
+        debug_assert_eq!(block.end(), addr, "I1: neighbours touch");
+        block.bytes += bytes;
+        block.next = next;
+        if let Some(after) = next {
             self.blocks[after].prev = Some(lower);
         }
     }
 
     /// `Held` → `Free`.
-    pub(crate) fn insert_free(&mut self, id: BlockId) {
+    pub(crate) fn insert_free(&mut self, id: BlockIdx) {
         let block = &mut self.blocks[id];
         debug_assert_eq!(block.state, BlockState::Held);
         block.state = BlockState::Free;
@@ -331,7 +324,7 @@ impl Heap {
     }
 
     /// `Free` → `Held`.
-    pub(crate) fn remove_free(&mut self, id: BlockId) {
+    pub(crate) fn remove_free(&mut self, id: BlockIdx) {
         let block = &mut self.blocks[id];
         debug_assert_eq!(block.state, BlockState::Free);
         block.state = BlockState::Held;
@@ -339,7 +332,7 @@ impl Heap {
     }
 
     /// Puts back a block that was taken out but not used, without renewing its age.
-    pub(crate) fn restore_free(&mut self, id: BlockId) {
+    pub(crate) fn restore_free(&mut self, id: BlockIdx) {
         let since = self.blocks[id].free_since;
         self.insert_free(id);
         self.blocks[id].free_since = since;
@@ -353,8 +346,9 @@ impl Heap {
         bytes: u64,
         class: SizeClass,
         ledger: &mut Ledger<'_>,
-    ) -> BlockId {
+    ) -> BlockIdx {
         let block = self.adopt(id, base, bytes, class, SegmentKind::Whole, BlockState::Held);
+        self.segments[id].prepare(bytes);
         ledger.stats.increase(Gauge::Segment, class, 1);
         ledger.stats.increase(Gauge::ReservedBytes, class, bytes);
         if self.rules.is_oversize(bytes) {
@@ -372,27 +366,19 @@ impl Heap {
         class: SizeClass,
         kind: SegmentKind,
         state: BlockState,
-    ) -> BlockId {
-        let block = self.blocks.insert(Block {
-            addr: base,
-            bytes,
-            requested: 0,
-            state,
-            class,
-            segment: id,
-            prev: None,
-            next: None,
-            free_since: 0,
-        });
+    ) -> BlockIdx {
+        let expandable = kind != SegmentKind::Whole;
+        let block = Block::new(base, bytes, state, id, class, expandable);
+        let block = self.blocks.insert(block);
         self.segments.insert(id, SegmentInfo::new(base, bytes, class, kind, block));
         block
     }
 
     /// Forgets a segment obtained whole that was given back; its one block is `Held`.
-    pub(crate) fn forget_whole(&mut self, id: BlockId, ledger: &mut Ledger<'_>) {
-        let block = self.blocks.remove(id);
-        debug_assert_eq!(block.state, BlockState::Held);
-        let segment = self.segments.remove(block.segment);
+    pub(crate) fn forget_whole(&mut self, id: BlockIdx, ledger: &mut Ledger<'_>) {
+        debug_assert_eq!(self.blocks[id].state, BlockState::Held);
+        let segment = self.segments.remove(self.blocks[id].segment);
+        self.blocks.remove(id);
         let (class, bytes) = (segment.class, segment.bytes);
         self.trace(ledger, TraceAction::SegmentFree, segment.base, bytes);
         ledger.stats.decrease(Gauge::Segment, class, 1);
