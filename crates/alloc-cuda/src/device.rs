@@ -99,7 +99,7 @@ impl DeviceState {
     }
 
     /// Adds a device that may reach this one's memory from now on, and lets it reach the pages that
-    /// are mapped already.
+    /// are mapped already. If that fails it is not added, and can be tried again.
     pub(crate) fn add_peer(&self, peer: Device) -> Result<(), CudaError> {
         {
             let mut peers = self.peers.lock();
@@ -110,7 +110,11 @@ impl DeviceState {
         }
         // Reservations made from now on see the new list; the others are visited.
         let reserved: Vec<_> = self.reserved.lock().iter().filter_map(Weak::upgrade).collect();
-        reserved.iter().try_for_each(|reserved| reserved.admit(peer))
+        let result = reserved.iter().try_for_each(|reserved| reserved.admit(peer));
+        if result.is_err() {
+            self.peers.lock().retain(|known| *known != peer);
+        }
+        result
     }
 
     /// Remembers a reservation for peers to come.

@@ -14,6 +14,9 @@ mod interop;
 mod segment;
 #[expect(unsafe_code, reason = "takes stream handles from outside")]
 mod stream;
+#[cfg(test)]
+#[expect(unsafe_code, reason = "adopts streams")]
+mod tests;
 mod vmm;
 
 pub use allocator::{CudaAllocError, CudaAllocator};

@@ -85,6 +85,11 @@ impl Session {
         self.with(|state| state.faults.push((call.to_owned(), successes, code)));
     }
 
+    /// Takes back what [`fail`](Self::fail) asked for and has not happened.
+    pub fn clear_faults(&self) {
+        self.with(|state| state.faults.clear());
+    }
+
     /// Lets modules have a kernel of that name, whatever their text.
     pub fn define_kernel(&self, name: &str, kernel: FakeKernel) {
         self.with(|state| state.kernels.insert(name.to_owned(), kernel));

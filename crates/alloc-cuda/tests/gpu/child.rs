@@ -1,0 +1,75 @@
+//! What must be seen from outside: a process whose GPU context is lost, and one that exits with an
+//! allocator in a static.
+
+use crate::rig::{FIRST, MIB, Rig};
+use crate::runner::{Outcome, Scenario};
+use alloc_core::{Addr, Config};
+use alloc_cuda::CudaAllocator;
+use std::process::{Command, ExitCode};
+use std::sync::OnceLock;
+
+pub(crate) const SCENARIOS: &[Scenario] = &[
+    Scenario { name: "child::context_lost", test: |rig| spawn(rig, "context_lost") },
+    Scenario { name: "child::exit_with_live_memory", test: |rig| spawn(rig, "exit") },
+];
+
+const OPTION: &str = "--child=";
+
+/// The part to play, if this process was started by [`spawn`].
+pub(crate) fn requested(arguments: &[String]) -> Option<&str> {
+    arguments.iter().find_map(|argument| argument.strip_prefix(OPTION))
+}
+
+fn spawn(rig: &Rig, part: &str) -> Outcome {
+    if !rig.is_real {
+        return Outcome::Skipped("needs a process with a real context");
+    }
+    let program = std::env::current_exe().expect("this program has a path");
+    let output = Command::new(program).arg(format!("{OPTION}{part}")).output().expect("starts");
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{part}: {}\n{text}", output.status);
+    Outcome::Done
+}
+
+pub(crate) fn run(part: &str) -> ExitCode {
+    match part {
+        "context_lost" => context_lost(),
+        "exit" => exit_with_live_memory(),
+        _ => return ExitCode::FAILURE,
+    }
+    ExitCode::SUCCESS
+}
+
+/// A kernel writes where nothing is. From then on every call fails; nothing crashes or hangs.
+fn context_lost() {
+    let rig = Rig::on_gpu().expect("a GPU");
+    let allocator = rig.allocator(Config::ours());
+    let (stream, side) = (rig.stream(), rig.stream());
+    let block = allocator.allocate(4 * MIB, &stream).expect("room");
+    let aside = allocator.allocate(4 * MIB, &stream).expect("room");
+    allocator.record_stream(&aside, &side).expect("records");
+    rig.fill(&stream, Addr::new(0x10_0000), 4096, 1);
+    assert!(stream.synchronize().is_err(), "the fault is reported");
+    let error = allocator.allocate(900 * MIB, &stream).expect_err("the context is lost");
+    assert!(error.is_device_lost(), "{error}");
+    let _ = allocator.free(block);
+    let _ = allocator.free(aside);
+    drop(allocator);
+}
+
+/// The process ends with everything still allocated, and a thread that has never heard of CUDA.
+fn exit_with_live_memory() {
+    static KEPT: OnceLock<CudaAllocator> = OnceLock::new();
+    let rig = Rig::on_gpu().expect("a GPU");
+    let stream = rig.stream();
+    let allocator = KEPT.get_or_init(|| rig.allocator(Config::ours()));
+    let addr = allocator.allocate_raw(64 * MIB, &stream).expect("room");
+    rig.fill(&stream, addr, 64 * MIB, 1);
+    let leaked = allocator.buffer::<u8>(1000, &stream).expect("room");
+    std::mem::forget(leaked);
+    std::thread::spawn(move || {
+        let _ = KEPT.get().map(|allocator| allocator.stats(FIRST));
+    })
+    .join()
+    .expect("thread");
+}
