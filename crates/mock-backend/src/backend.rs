@@ -331,13 +331,27 @@ impl Judge<'_> {
         }
     }
 
-    /// The client gives the allocation at `addr` back. Report it *before* the allocator is told, or
-    /// another thread may be handed the memory first.
-    pub fn freed(&self, addr: Addr) {
+    /// The client gives the allocation at `addr` back; its size, if it was live. Report it *before*
+    /// the allocator is told, or another thread may be handed the memory first.
+    pub fn freed(&self, addr: Addr) -> Option<u64> {
         let mut sim = self.0.sim();
-        if !addr.is_null() && !sim.unloaded {
-            sim.freed(addr);
+        if addr.is_null() || sim.unloaded {
+            return None;
         }
+        sim.freed(addr)
+    }
+
+    /// The free that was just reported failed: the allocation is live again, unjudged.
+    pub fn still_live(&self, addr: Addr, bytes: u64) {
+        let mut sim = self.0.sim();
+        if !sim.unloaded {
+            sim.still_live(addr, bytes);
+        }
+    }
+
+    /// The size of the live allocation at `addr`.
+    pub fn live_bytes(&self, addr: Addr) -> Option<u64> {
+        self.0.sim().book.bytes_at(addr)
     }
 }
 

@@ -51,6 +51,11 @@ impl Book {
         Some(live.bytes)
     }
 
+    /// The size of the live allocation at `addr`.
+    pub(crate) fn bytes_at(&self, addr: Addr) -> Option<u64> {
+        self.by_addr.get(&addr.get()).map(|live| live.bytes)
+    }
+
     /// Whether one live allocation holds all of the range.
     pub(crate) fn holds(&self, addr: Addr, bytes: u64) -> bool {
         self.by_addr

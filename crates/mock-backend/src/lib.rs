@@ -13,12 +13,18 @@ mod error;
 mod event;
 mod faults;
 mod judge;
+mod judged;
 mod memory;
 mod ranges;
 mod rng;
 mod sim;
 mod streams;
 mod violation;
+
+pub mod model;
+#[cfg(any(test, feature = "proptest"))]
+pub mod strategy;
+pub mod workload;
 
 pub use addresses::{Fed, Feed, Placement, SpanKind, recorded_segments};
 pub use backend::{Judge, MockBackend};
@@ -29,6 +35,7 @@ pub use costs::{Costs, call_ns};
 pub use error::MockError;
 pub use event::MockEvent;
 pub use faults::Fault;
+pub use judged::{Judged, Subject};
 pub use memory::{MockPage, MockReservation, MockSegment};
 pub use rng::Rng;
 pub use streams::{MockStream, Work};

@@ -275,6 +275,20 @@ impl Memory {
         bytes: u64,
         device: DeviceId,
     ) -> Result<Vec<Piece>, Rule> {
+        self.look_up(addr, bytes, Some(device))
+    }
+
+    /// The physical runs behind the range, whoever may access it.
+    pub(crate) fn pieces(&self, addr: Addr, bytes: u64) -> Result<Vec<Piece>, Rule> {
+        self.look_up(addr, bytes, None)
+    }
+
+    fn look_up(
+        &self,
+        addr: Addr,
+        bytes: u64,
+        device: Option<DeviceId>,
+    ) -> Result<Vec<Piece>, Rule> {
         let end = addr.checked_add(bytes).ok_or(Rule::OutsideMemory)?.get();
         let at = addr.get();
         if let Some((start, segment)) = self.segments.range(..=at).next_back()
@@ -288,7 +302,7 @@ impl Memory {
         if end > start + reservation.bytes {
             return Err(Rule::OutsideMemory);
         }
-        reservation.translate(at, end, device)
+        reservation.look_up(at, end, device)
     }
 
     /// Live segments as (address, bytes), ascending.
@@ -321,7 +335,7 @@ impl ReservationState {
         inside.then_some(end)
     }
 
-    fn translate(&self, mut at: u64, end: u64, device: DeviceId) -> Result<Vec<Piece>, Rule> {
+    fn look_up(&self, mut at: u64, end: u64, device: Option<DeviceId>) -> Result<Vec<Piece>, Rule> {
         let mut pieces: Vec<Piece> = Vec::new();
         while at < end {
             let (start, mapping) = self
@@ -330,7 +344,7 @@ impl ReservationState {
                 .next_back()
                 .filter(|(start, mapping)| *start + mapping.bytes > at)
                 .ok_or(Rule::OutsideMemory)?;
-            if !mapping.access.contains(&device) {
+            if device.is_some_and(|device| !mapping.access.contains(&device)) {
                 return Err(Rule::NoAccess);
             }
             let stop = end.min(start + mapping.bytes);

@@ -219,12 +219,20 @@ impl Sim {
         found
     }
 
-    /// Judges a free by the client.
-    pub(crate) fn freed(&mut self, addr: Addr) {
+    /// Judges a free by the client; the size of what was freed.
+    pub(crate) fn freed(&mut self, addr: Addr) -> Option<u64> {
         self.operation += 1;
-        if self.book.remove(addr).is_none() {
+        let bytes = self.book.remove(addr);
+        if bytes.is_none() {
             self.violate(Rule::UnknownFree, (None, None), (addr, 0));
         }
+        bytes
+    }
+
+    /// Puts an allocation back that was freed a moment ago.
+    pub(crate) fn still_live(&mut self, addr: Addr, bytes: u64) {
+        let pieces = self.memory.pieces(addr, bytes).unwrap_or_default();
+        self.book.insert(addr, bytes, pieces);
     }
 
     /// Judges that the memory at these addresses goes away.

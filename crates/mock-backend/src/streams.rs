@@ -35,7 +35,7 @@ pub(crate) fn id_of(index: usize) -> StreamId {
 ///
 /// Without [`lasting`](Work::lasting) it runs until somebody ends it: the test
 /// ([`pass`](crate::MockBackend::pass) and its like), the host by waiting for it, or the seed
-/// ([`Builder::completion`](crate::Builder::completion)).
+/// ([`Builder::ends_by_chance`](crate::Builder::ends_by_chance)).
 #[derive(Clone, Debug, Default)]
 pub struct Work {
     pub(crate) ranges: Vec<(Addr, u64)>,

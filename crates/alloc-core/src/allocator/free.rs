@@ -16,6 +16,19 @@ impl<B: Backend> Shared<B> {
         }
     }
 
+    /// [`free`](Self::free) of a block of a heap that is at hand.
+    pub(super) fn free_here(
+        &self,
+        cell: &HeapCell<B>,
+        block: BlockId,
+        allocation: &Allocation,
+    ) -> AllocResult<(), B> {
+        if allocation.allocator != self.id {
+            return Err(AllocError::ForeignAllocation { addr: allocation.addr });
+        }
+        self.free_block(cell, block, allocation.addr)
+    }
+
     pub(super) fn free_raw(&self, addr: Addr) -> AllocResult<(), B> {
         let (cell, id) = self.find_live(addr).ok_or(AllocError::UnknownAddress { addr })?;
         self.free_block(cell, id, addr)

@@ -562,7 +562,14 @@ impl<B: Backend> StreamHandle<B> {
     /// # Errors
     /// As there.
     pub fn free(&self, allocation: Allocation) -> Result<(), FreeError<Allocation, B::Error>> {
-        self.shared.free(&allocation).map_err(|error| FreeError { allocation, error })
+        let result = match allocation.block {
+            // No need to look the heap up.
+            Some(block) if allocation.heap == self.cell.index => {
+                self.shared.free_here(&self.cell, block, &allocation)
+            }
+            _ => self.shared.free(&allocation),
+        };
+        result.map_err(|error| FreeError { allocation, error })
     }
 }
 
@@ -583,10 +590,15 @@ impl<B: Backend> Shared<B> {
         Op { shared: self, trace: TraceBuffer::new(self.tracing.load(Ordering::Relaxed)) }
     }
 
+    #[inline]
     fn deliver(&self, trace: &mut TraceBuffer) {
-        if trace.is_empty() {
-            return;
+        if !trace.is_empty() {
+            self.deliver_entries(trace);
         }
+    }
+
+    #[cold]
+    fn deliver_entries(&self, trace: &mut TraceBuffer) {
         let sink = self.sink.read().clone();
         if let Some(sink) = sink {
             trace.deliver(&*sink);

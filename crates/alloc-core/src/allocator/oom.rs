@@ -34,7 +34,7 @@ impl<B: Backend> Shared<B> {
             steps,
             heaps: device.heaps().iter().filter_map(|cell| report_of(cell)).collect(),
         };
-        op.trace.push(TraceEntry {
+        op.trace.push(|| TraceEntry {
             action: TraceAction::Oom,
             device: cell.device,
             addr: Addr::new(report.device_free.unwrap_or(0)),

@@ -101,7 +101,7 @@ impl<B: Backend> CachingAllocator<B> {
         let mut segments: Vec<_> = cells.iter().flat_map(|cell| segments_of(cell)).collect();
         segments.sort_by_key(|segment| segment.addr);
         let active = self.shared.stat_table(device).get(Gauge::ActiveBytes).all.current;
-        op.trace.push(TraceEntry {
+        op.trace.push(|| TraceEntry {
             action: TraceAction::Snapshot,
             device: DeviceId::new(0),
             addr: Addr::NULL,

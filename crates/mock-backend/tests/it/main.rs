@@ -2,4 +2,5 @@
 #![expect(clippy::unwrap_used, reason = "helpers of tests may unwrap like the tests themselves")]
 
 mod driver;
+mod golden;
 mod rules;
