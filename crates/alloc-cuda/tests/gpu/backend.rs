@@ -4,16 +4,61 @@ use crate::rig::{FIRST, Gate, KIB, MIB, Rig};
 use crate::runner::{Outcome, Scenario};
 use alloc_core::Addr;
 use alloc_core::backend::{Backend, Completion, SEGMENT_ALIGN, Segment};
+use alloc_cuda::{CudaBackend, CudaStream};
 use cuda_driver::{CaptureMode, HostFlags, MemoryPool, PoolCounter};
+use mock_backend::conformance::{self, Harness};
 use std::ptr::NonNull;
+use std::time::Duration;
 
 pub(crate) const SCENARIOS: &[Scenario] = &[
+    Scenario { name: "backend::conformance", test: conformance },
+    Scenario {
+        name: "backend::conformance_of_virtual_memory",
+        test: conformance_of_virtual_memory,
+    },
     Scenario { name: "backend::segments", test: segments },
     Scenario { name: "backend::events", test: events },
     Scenario { name: "backend::capture", test: capture },
     Scenario { name: "backend::pinned_memory", test: pinned_memory },
     Scenario { name: "backend::driver_pool", test: driver_pool },
 ];
+
+/// The suite that every backend of the workspace passes.
+struct OfRig<'a>(&'a Rig);
+
+impl Harness for OfRig<'_> {
+    type Backend = CudaBackend;
+
+    fn backend(&self) -> &CudaBackend {
+        &self.0.backend
+    }
+
+    fn stream(&self) -> CudaStream {
+        self.0.stream()
+    }
+
+    fn queue_work(&self, stream: &CudaStream) {
+        let work = || std::thread::sleep(Duration::from_millis(3));
+        stream.driver_stream().call_host(work).expect("queued");
+    }
+
+    fn synchronize(&self, stream: &CudaStream) {
+        stream.synchronize().expect("no failed work");
+    }
+}
+
+fn conformance(rig: &Rig) -> Outcome {
+    conformance::run(|| OfRig(rig));
+    Outcome::Done
+}
+
+fn conformance_of_virtual_memory(rig: &Rig) -> Outcome {
+    if !rig.backend.has_virtual_memory(FIRST).expect("the device exists") {
+        return Outcome::Skipped("the device has no virtual memory");
+    }
+    conformance::run_virtual_memory(|| OfRig(rig));
+    Outcome::Done
+}
 
 fn segments(rig: &Rig) -> Outcome {
     let stream = rig.stream();
