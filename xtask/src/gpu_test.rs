@@ -235,14 +235,13 @@ mod tests {
 
     #[test]
     fn the_script_adds_up_and_tells_failure_from_absence() {
-        let (line, code) =
-            run_with("echo 'test result: ok. 5 passed; 0 failed; 2 skipped; on CUDA'");
-        assert_eq!((line.as_str(), code), ("total: 5 passed, 0 failed, 2 skipped", Some(0)));
-        let (line, code) =
-            run_with("echo 'test result: FAILED. 4 passed; 1 failed; 2 skipped; on CUDA'; exit 1");
-        assert_eq!((line.as_str(), code), ("total: 4 passed, 1 failed, 2 skipped", Some(1)));
-        let (line, code) = run_with("echo 'test x ... '; kill -SEGV $$");
-        assert_eq!((line.as_str(), code), ("total: 0 passed, 1 failed, 0 skipped", Some(1)));
+        let fine = "echo 'test a ... ok (1 ms)'; echo 'test b ... skipped: no peer'";
+        let (line, code) = run_with(fine);
+        assert_eq!((line.as_str(), code), ("total: 1 passed, 0 failed, 1 skipped", Some(0)));
+        let (line, code) = run_with(&format!("{fine}; echo 'test c ... FAILED (2 ms)'; exit 1"));
+        assert_eq!((line.as_str(), code), ("total: 1 passed, 1 failed, 1 skipped", Some(1)));
+        let (line, code) = run_with(&format!("{fine}; kill -SEGV $$"));
+        assert_eq!((line.as_str(), code), ("total: 1 passed, 1 failed, 1 skipped", Some(1)));
         let (line, code) = run_with("exit 77");
         assert_eq!(line, "no GPU here: nothing was tested");
         assert_eq!(code, Some(i32::from(NO_GPU)));

@@ -20,12 +20,11 @@ for program in @TESTS@; do
     absent=$((absent + 1))
     continue
   fi
-  result=$(grep '^test result: ' "$log" | tail -n 1)
-  count() { echo "$result" | sed -n "s/.* \([0-9][0-9]*\) $1;.*/\1/p"; }
-  ok=$(count passed) bad=$(count failed) left=$(count skipped)
-  passed=$((passed + ${ok:-0})) failed=$((failed + ${bad:-0})) skipped=$((skipped + ${left:-0}))
-  # A program that crashed has no result line, or one that does not say so.
-  if [ "$code" -ne 0 ] && [ "${bad:-0}" -eq 0 ]; then
+  # Counted line by line, so that a program that crashes half way counts as far as it came.
+  count() { grep -c "^test .* \.\.\. $1" "$log"; }
+  bad=$(count FAILED)
+  passed=$((passed + $(count ok))) failed=$((failed + bad)) skipped=$((skipped + $(count skipped)))
+  if [ "$code" -ne 0 ] && [ "$bad" -eq 0 ]; then
     echo "$program ended with $code"
     failed=$((failed + 1))
   fi

@@ -99,7 +99,7 @@ pub(super) const RESERVED: &[Reserved] = &[Reserved {
     guests: &[
         "crates/alloc-cuda/src/interop.rs",
         "crates/alloc-cuda/examples/cudarc.rs",
-        "crates/alloc-cuda/tests/gpu/data.rs",
+        "crates/alloc-cuda/tests/gpu/child.rs",
     ],
 }];
 

@@ -1,5 +1,5 @@
-//! What must be seen from outside: a process whose GPU context is lost, and one that exits with an
-//! allocator in a static.
+//! What is better seen from outside: a process whose GPU context is lost, one that exits with an
+//! allocator in a static, and one with cudarc, which panics where it cannot go on.
 
 use crate::rig::{FIRST, MIB, Rig};
 use crate::runner::{Outcome, Scenario};
@@ -11,6 +11,8 @@ use std::sync::OnceLock;
 pub(crate) const SCENARIOS: &[Scenario] = &[
     Scenario { name: "child::context_lost", test: |rig| spawn(rig, "context_lost") },
     Scenario { name: "child::exit_with_live_memory", test: |rig| spawn(rig, "exit") },
+    #[cfg(feature = "cudarc")]
+    Scenario { name: "child::cudarc", test: |rig| spawn(rig, "cudarc") },
 ];
 
 const OPTION: &str = "--child=";
@@ -35,6 +37,8 @@ pub(crate) fn run(part: &str) -> ExitCode {
     match part {
         "context_lost" => context_lost(),
         "exit" => exit_with_live_memory(),
+        #[cfg(feature = "cudarc")]
+        "cudarc" => cudarc(),
         _ => return ExitCode::FAILURE,
     }
     ExitCode::SUCCESS
@@ -72,4 +76,33 @@ fn exit_with_live_memory() {
     })
     .join()
     .expect("thread");
+}
+
+/// Streams and slices go to cudarc and back.
+#[cfg(feature = "cudarc")]
+fn cudarc() {
+    let rig = Rig::on_gpu().expect("a GPU");
+    let allocator = rig.allocator(Config::ours());
+    let context = cudarc::driver::CudaContext::new(0).expect("context");
+    let theirs = context.new_stream().expect("stream");
+    let ours = allocator.backend().adopt_cudarc(&theirs).expect("adopts");
+    let buffer = allocator.buffer::<f32>(1000, &ours).expect("room");
+    let addr = buffer.addr();
+    let mut slice = buffer.into_cudarc(&theirs).expect("its own stream");
+    theirs.memcpy_htod(&vec![2.5f32; 1000], &mut slice.view_mut()).expect("copies");
+    let copy = theirs.clone_dtoh(&*slice).expect("copies");
+    assert!(copy.iter().all(|value| *value == 2.5));
+    let buffer = slice.into_buffer();
+    assert_eq!(buffer.addr(), addr);
+    assert!(buffer.to_vec().expect("copies").iter().all(|value| *value == 2.5));
+    let other = context.new_stream().expect("stream");
+    let buffer = buffer.into_cudarc(&other).expect_err("another stream").0;
+    drop(buffer.into_cudarc(&theirs).expect("its own stream"));
+    let again = allocator.buffer::<f32>(1000, &ours).expect("room");
+    assert_eq!(again.addr(), addr, "back in the cache");
+
+    let made_here = rig.stream();
+    let for_cudarc = made_here.to_cudarc(&context).expect("the same device");
+    assert_eq!(for_cudarc.cu_stream().cast(), made_here.raw());
+    assert!(ours.to_cudarc(&context).is_err(), "cudarc has that one already");
 }

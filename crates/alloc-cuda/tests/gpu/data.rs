@@ -10,8 +10,6 @@ pub(crate) const SCENARIOS: &[Scenario] = &[
     Scenario { name: "data::named_side_stream", test: named_side_stream },
     Scenario { name: "data::unnamed_side_stream", test: unnamed_side_stream },
     Scenario { name: "data::addresses_only", test: addresses_only },
-    #[cfg(feature = "cudarc")]
-    Scenario { name: "data::cudarc", test: cudarc },
 ];
 
 /// Every configuration that a test should hold for.
@@ -146,36 +144,5 @@ fn addresses_only(rig: &Rig) -> Outcome {
         let stats = allocator.stats(DeviceId::new(0)).expect("stats");
         assert_eq!(stats.get("reserved_bytes.all.current"), Some(0), "{name}");
     }
-    Outcome::Done
-}
-
-#[cfg(feature = "cudarc")]
-fn cudarc(rig: &Rig) -> Outcome {
-    if !rig.is_real {
-        return Outcome::Skipped("cudarc needs the real driver");
-    }
-    let allocator = rig.allocator(Config::ours());
-    let context = cudarc::driver::CudaContext::new(0).expect("context");
-    let theirs = context.new_stream().expect("stream");
-    let ours = allocator.backend().adopt_cudarc(&theirs).expect("adopts");
-    let buffer = allocator.buffer::<f32>(1000, &ours).expect("room");
-    let addr = buffer.addr();
-    let mut slice = buffer.into_cudarc(&theirs).expect("its own stream");
-    theirs.memcpy_htod(&vec![2.5f32; 1000], &mut slice.view_mut()).expect("copies");
-    let copy = theirs.clone_dtoh(&*slice).expect("copies");
-    assert!(copy.iter().all(|value| *value == 2.5));
-    let buffer = slice.into_buffer();
-    assert_eq!(buffer.addr(), addr);
-    assert!(buffer.to_vec().expect("copies").iter().all(|value| *value == 2.5));
-    let other = context.new_stream().expect("stream");
-    let buffer = buffer.into_cudarc(&other).expect_err("another stream").0;
-    drop(buffer.into_cudarc(&theirs).expect("its own stream"));
-    let again = allocator.buffer::<f32>(1000, &ours).expect("room");
-    assert_eq!(again.addr(), addr, "back in the cache");
-
-    let made_here = rig.stream();
-    let for_cudarc = made_here.to_cudarc(&context).expect("the same device");
-    assert_eq!(for_cudarc.cu_stream().cast(), made_here.raw());
-    assert!(ours.to_cudarc(&context).is_err(), "cudarc has that one already");
     Outcome::Done
 }

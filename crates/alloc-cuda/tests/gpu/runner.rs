@@ -64,6 +64,10 @@ pub(crate) fn run(
     println!("\nrunning {} tests on {place}", selected.len());
     let mut tally = Tally::default();
     for scenario in selected {
+        if options.require_gpu {
+            // On a machine that cannot be looked at, tells which test hangs.
+            println!("begin {}", scenario.name);
+        }
         let start = Instant::now();
         let outcome = catch_unwind(AssertUnwindSafe(|| on(scenario.test)));
         let took = start.elapsed().as_millis();

@@ -161,11 +161,7 @@ exports! {
         })
     }
     cuStreamDestroy_v2(stream: sys::CUstream) {
-        // Its work would go on; here it must be done.
-        wait_until("cuStreamDestroy_v2", |state| state.is_idle(stream as usize))?;
-        on_state("cuStreamDestroy_v2", |state| {
-            state.streams.remove(&(stream as usize)).map(drop).ok_or(code::INVALID_HANDLE)
-        })
+        on_state("cuStreamDestroy_v2", |state| state.destroy_stream(stream as usize))
     }
     cuStreamQuery(stream: sys::CUstream) {
         on_stream("cuStreamQuery", stream, |state, stream| {

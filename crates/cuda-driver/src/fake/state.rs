@@ -30,6 +30,8 @@ pub(super) struct Stream {
     queue: VecDeque<(u64, Work)>,
     /// A host function of it is running on a thread of its own.
     calling: bool,
+    /// Destroyed by its owner. It goes when its work is done.
+    destroyed: bool,
     /// The work recorded so far, while it is being captured.
     pub(super) captured: Option<Vec<Work>>,
 }
@@ -59,8 +61,13 @@ pub(super) struct Context {
 pub(super) struct State {
     pub(super) contexts: Vec<Context>,
     pub(super) memory: Memory,
+    /// By number; a stream outlives its handle while it has work.
     pub(super) streams: BTreeMap<usize, Stream>,
-    /// Handles of the special streams: each device's legacy one, each thread's own.
+    /// The streams that handles mean.
+    handles: BTreeMap<usize, usize>,
+    /// Handles of destroyed streams, used again soon, as the driver does.
+    free_handles: Vec<usize>,
+    /// The special streams: each device's legacy one, each thread's own.
     special: BTreeMap<(usize, Option<u64>), usize>,
     threads: Vec<ThreadId>,
     pub(super) events: BTreeMap<usize, Event>,
@@ -119,32 +126,54 @@ impl State {
         self.contexts.iter().position(retained).ok_or(code::INVALID_CONTEXT)
     }
 
+    /// Makes a stream and returns its handle.
     pub(super) fn create_stream(&mut self, device: usize, blocking: bool) -> usize {
-        let handle = self.handle();
-        let stream = Stream {
-            device,
-            unique: handle as u64 + 7,
-            blocking,
-            queue: VecDeque::new(),
-            calling: false,
-            captured: None,
+        let handle = match self.free_handles.pop() {
+            Some(handle) => handle,
+            None => self.handle(),
         };
-        self.streams.insert(handle, stream);
+        let number = self.add_stream(device, blocking);
+        self.handles.insert(handle, number);
         handle
     }
 
-    /// The stream a handle means on this thread with `device` current.
+    fn add_stream(&mut self, device: usize, blocking: bool) -> usize {
+        let number = self.handle();
+        let stream = Stream {
+            device,
+            unique: number as u64 + 7,
+            blocking,
+            queue: VecDeque::new(),
+            calling: false,
+            destroyed: false,
+            captured: None,
+        };
+        self.streams.insert(number, stream);
+        number
+    }
+
+    /// Ends a stream. Its work goes on.
+    pub(super) fn destroy_stream(&mut self, handle: usize) -> Result<(), Code> {
+        let number = self.handles.remove(&handle).ok_or(code::INVALID_HANDLE)?;
+        self.free_handles.push(handle);
+        if let Some(stream) = self.streams.get_mut(&number) {
+            stream.destroyed = true;
+        }
+        self.run();
+        Ok(())
+    }
+
+    /// The number of the stream a handle means on this thread with `device` current.
     pub(super) fn stream(&mut self, handle: usize, device: usize) -> Result<usize, Code> {
         let thread = match handle {
             0 | crate::Stream::LEGACY => None,
             crate::Stream::PER_THREAD => Some(self.thread_number()),
-            _ if self.streams.contains_key(&handle) => return Ok(handle),
-            _ => return Err(code::INVALID_HANDLE),
+            _ => return self.handles.get(&handle).copied().ok_or(code::INVALID_HANDLE),
         };
         if let Some(&known) = self.special.get(&(device, thread)) {
             return Ok(known);
         }
-        let created = self.create_stream(device, true);
+        let created = self.add_stream(device, true);
         self.special.insert((device, thread), created);
         Ok(created)
     }
@@ -226,6 +255,9 @@ impl State {
                 self.lost.get_or_insert(code);
             }
         }
+        let is_over =
+            |stream: &Stream| stream.destroyed && stream.queue.is_empty() && !stream.calling;
+        self.streams.retain(|_, stream| !is_over(stream));
         CHANGED.notify_all();
     }
 
