@@ -5,6 +5,7 @@ mod ci;
 mod clippy;
 mod docs;
 mod fmt;
+mod gpu_test;
 mod package;
 mod process;
 mod test;
@@ -43,6 +44,7 @@ enum Verb {
     /// hand. There every one of them is checked, and the example in examples-outside/own-backend is
     /// linted, tested and run on them.
     Package,
+    GpuTest(gpu_test::Args),
 }
 
 fn main() -> ExitCode {
@@ -50,7 +52,11 @@ fn main() -> ExitCode {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("error: {error:#}");
-            ExitCode::FAILURE
+            if error.is::<gpu_test::NoGpu>() {
+                ExitCode::from(gpu_test::NO_GPU)
+            } else {
+                ExitCode::FAILURE
+            }
         }
     }
 }
@@ -65,6 +71,7 @@ fn dispatch(verb: Verb) -> Result<()> {
         Verb::Test(args) => test::run(&workspace, &args),
         Verb::Docs(args) => docs::run(&workspace, &args),
         Verb::Package => package::run(&workspace),
+        Verb::GpuTest(args) => gpu_test::run(&workspace, &args),
     }
 }
 

@@ -79,7 +79,9 @@ fn problem(
 
 fn outside_problem(row: &CratePolicy, to: &str, is_dev: bool) -> Option<String> {
     let from = row.name;
-    if let Some((_, owner)) = RESERVED.iter().find(|(name, owner)| *name == to && *owner != from) {
+    let reserved = RESERVED.iter().find(|reserved| reserved.name == to);
+    if let Some(reserved) = reserved.filter(|reserved| !reserved.may_depend(from)) {
+        let owner = reserved.owner;
         return Some(format!("only `{owner}` may depend on `{to}`; call it through that crate"));
     }
     match row.outside {
@@ -95,9 +97,9 @@ fn outside_problem(row: &CratePolicy, to: &str, is_dev: bool) -> Option<String> 
 /// Code outside its owner that names a reserved crate, whichever way it got hold of it.
 fn reserved_names(tree: &Tree) -> Vec<Finding> {
     let mut found = Vec::new();
-    for (name, owner) in RESERVED {
-        let home = format!("crates/{owner}");
-        for file in tree.rust().filter(|file| file.path_in(&home).is_none()) {
+    for reserved in RESERVED {
+        let (name, owner) = (reserved.name, reserved.owner);
+        for file in tree.rust().filter(|file| !reserved.is_home(&file.path)) {
             found.extend(source::lines_with(&file.code, name).map(|line| {
                 let message =
                     format!("only `{owner}` may name `{name}`; add what is missing there");
@@ -209,12 +211,13 @@ mod tests {
     fn cudarc_belongs_to_the_driver_crate() {
         check(&[("cuda-driver", &[("cudarc", None, "^0.1")])], &[]);
         check(
-            &[("alloc-cuda", &[("cudarc", DEV, "^0.1")])],
+            &[("alloc-host-cuda", &[("cudarc", DEV, "^0.1")])],
             &["only `cuda-driver` may depend on `cudarc`"],
         );
         let tree = Tree::of(&[
             ("crates/cuda-driver/src/sys.rs", "pub use cudarc::driver::sys::*;"),
             ("crates/alloc-cuda/src/lib.rs", "// cudarc\nuse cuda_driver::cudarc::driver::sys;"),
+            ("crates/alloc-cuda/src/interop.rs", "use cudarc::driver::CudaSlice;"),
         ]);
         let found = findings(&workspace(&[]), &tree);
         assert_eq!(found.len(), 1);
