@@ -9,6 +9,7 @@ mod directory;
 mod error;
 mod events;
 mod free_index;
+mod handles;
 mod heap;
 mod lock;
 mod pager;
