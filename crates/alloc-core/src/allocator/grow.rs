@@ -49,12 +49,12 @@ impl<B: Backend> Shared<B> {
         if !device.limit().is_none_or(within) {
             return Ok(Err(Shortage::Memory));
         }
-        match &self.pager {
-            Some(pager) if request.expandable => {
-                self.grow_expandable(&**pager, cell, request, trace)
-            }
-            _ => self.grow_whole(cell, request, bytes, trace),
+        if let Some(pager) = self.pager.as_ref().filter(|_| request.expandable)
+            && let Some(_paging) = device.begin_paging()
+        {
+            return self.grow_expandable(&**pager, cell, request, trace);
         }
+        self.grow_whole(cell, request, bytes, trace)
     }
 
     /// What a miss takes from the driver for this request.

@@ -114,6 +114,9 @@ struct Device<B: Backend> {
     /// Held by whoever obtains memory from the backend or gives it back. Re-entrant, because a
     /// backend may call the allocator.
     growth: ReentrantMutex<()>,
+    /// Whether the holder of the growth lock is mapping or unmapping pages. A backend that calls the
+    /// allocator from there gets no pages mapped or unmapped.
+    paging: AtomicBool,
     events: EventQueue<B>,
 }
 
@@ -133,6 +136,12 @@ impl<B: Backend> Device<B> {
         self.reserved.load(Ordering::Relaxed)
     }
 
+    /// The right to map and unmap pages, under the growth lock; `None` from within a call of the
+    /// backend that does so already.
+    fn begin_paging(&self) -> Option<Paging<'_>> {
+        (!self.paging.swap(true, Ordering::Relaxed)).then(|| Paging(&self.paging))
+    }
+
     /// The heaps, in flush order.
     fn heaps(&self) -> Vec<Arc<HeapCell<B>>> {
         self.heaps.read().values().cloned().collect()
@@ -143,6 +152,15 @@ impl<B: Backend> Device<B> {
         let heaps = self.heaps.read();
         let range = (pool, StreamId::new(0))..=(pool, StreamId::new(u64::MAX));
         heaps.range(range).map(|(_, cell)| Arc::clone(cell)).collect()
+    }
+}
+
+/// See [`Device::begin_paging`].
+struct Paging<'a>(&'a AtomicBool);
+
+impl Drop for Paging<'_> {
+    fn drop(&mut self) {
+        self.0.store(false, Ordering::Relaxed);
     }
 }
 
@@ -284,6 +302,7 @@ impl<B: Backend> Device<B> {
             heaps: RwLock::new(BTreeMap::new()),
             default_pool: Arc::new(PoolShared::new(PoolId::DEFAULT, false)),
             growth: ReentrantMutex::new(()),
+            paging: AtomicBool::new(false),
             events: EventQueue::new(config.event_order),
         }
     }

@@ -68,7 +68,9 @@ impl<B: Backend> Shared<B> {
         device: DeviceId,
         trace: &mut TraceBuffer,
     ) -> AllocResult<(), B> {
-        if let Some(pager) = &self.pager {
+        if let Some(pager) = &self.pager
+            && let Some(_paging) = self.devices[device.index()].begin_paging()
+        {
             pager.tidy(device);
         }
         for class in [SizeClass::Large, SizeClass::Small] {
@@ -89,6 +91,7 @@ impl<B: Backend> Shared<B> {
             self.release_whole(block, trace)?;
         }
         let Some(pager) = &self.pager else { return Ok(()) };
+        let Some(_paging) = self.devices[device.index()].begin_paging() else { return Ok(()) };
         for block in free.iter().filter(|block| block.expandable) {
             self.release_pages(&**pager, block, trace)?;
         }
