@@ -49,13 +49,11 @@ impl<B: Backend> Shared<B> {
         let device = &self.devices[device.index()];
         device.counters.lock().num_sync_all_streams += 1;
         for stream in device.events.streams() {
-            while let Some(head) = device.events.take_head(stream) {
-                if let Err(source) = self.backend.wait(&head.event) {
-                    device.events.put_back(stream, head);
+            while let Some(head) = device.events.wait_for_head(stream) {
+                if let Err(source) = self.backend.wait(&head.entry().event) {
                     return Err(AllocError::Backend { op: BackendOp::Wait, source });
                 }
-                device.events.finish_head(stream);
-                self.settle(head.heap, head.block, trace);
+                self.settle(head, trace);
             }
         }
         Ok(())
