@@ -128,6 +128,7 @@ pub(crate) struct BlockSlab {
 }
 
 impl BlockSlab {
+    #[inline]
     pub(crate) fn insert(&mut self, block: Block) -> BlockIdx {
         if let Some(index) = self.vacant.pop() {
             let slot = &mut self.slots[index.get()];
@@ -140,6 +141,7 @@ impl BlockSlab {
     }
 
     /// Vacates a place; ids of its block are stale from now on.
+    #[inline]
     pub(crate) fn remove(&mut self, index: BlockIdx) {
         let slot = &mut self.slots[index.get()];
         debug_assert_ne!(slot.state, BlockState::Vacant, "I10: an index names a block");
@@ -149,11 +151,13 @@ impl BlockSlab {
     }
 
     /// The id of a block, for use outside the lock of its heap.
+    #[inline]
     pub(crate) fn id(&self, index: BlockIdx) -> BlockId {
         BlockId { index, generation: self.slots[index.get()].generation }
     }
 
     /// The block that an id names, unless it is gone.
+    #[inline]
     pub(crate) fn resolve(&self, id: BlockId) -> Option<BlockIdx> {
         let slot = self.slots.get(id.index.get())?;
         let current = slot.generation == id.generation && slot.state != BlockState::Vacant;
@@ -172,12 +176,14 @@ impl BlockSlab {
 
 impl Index<BlockIdx> for BlockSlab {
     type Output = Block;
+    #[inline]
     fn index(&self, index: BlockIdx) -> &Block {
         &self.slots[index.get()]
     }
 }
 
 impl IndexMut<BlockIdx> for BlockSlab {
+    #[inline]
     fn index_mut(&mut self, index: BlockIdx) -> &mut Block {
         &mut self.slots[index.get()]
     }

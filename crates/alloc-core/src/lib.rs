@@ -10,6 +10,7 @@ mod error;
 mod events;
 mod free_index;
 mod heap;
+mod lock;
 mod pager;
 pub mod size_class;
 pub mod stats;

@@ -31,7 +31,9 @@ impl<B: Backend> Shared<B> {
             return Ok(self.allocation(cell, requested, None));
         }
         let mut op = self.begin();
-        self.process_events(cell.device, &mut op.trace)?;
+        if !self.devices[cell.device.index()].events.is_empty() {
+            self.process_events(cell.device, &mut op.trace)?;
+        }
         let found =
             self.edit(cell, &mut op.trace, |body, ledger| body.serve_cached(requested, ledger));
         let block = match found {
@@ -66,9 +68,6 @@ impl<B: Backend> Shared<B> {
         trace: &mut TraceBuffer,
     ) -> AllocResult<(), B> {
         let events = &self.devices[device.index()].events;
-        if events.is_empty() {
-            return Ok(());
-        }
         for stream in events.streams() {
             while let Some(head) = events.take_head(stream) {
                 match self.backend.query(&head.entry().event) {

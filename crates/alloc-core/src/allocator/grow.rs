@@ -87,7 +87,8 @@ impl<B: Backend> Shared<B> {
     }
 
     fn account_growth(&self, device: &Device<B>, bytes: u64) {
-        device.reserved.fetch_add(bytes, Ordering::Relaxed);
+        let reserved = device.reserved.fetch_add(bytes, Ordering::Relaxed) + bytes;
+        device.reserved_peak.fetch_max(reserved, Ordering::Relaxed);
         device.counters.lock().num_device_alloc += 1;
     }
 

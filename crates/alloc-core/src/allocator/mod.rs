@@ -24,6 +24,7 @@ use crate::directory::Directory;
 use crate::error::{AllocError, BackendOp, FreeError, OomReport};
 use crate::events::EventQueue;
 use crate::heap::{Heap, Ledger, PoolShared, SegmentId};
+use crate::lock::Lock;
 use crate::pager::{PageStore, Pager};
 use crate::stats::{Counters, DeviceStats, StatTable};
 use crate::table::AppendTable;
@@ -72,14 +73,16 @@ impl Allocation {
     }
 }
 
-/// A heap as the allocator holds it: bookkeeping and backend tokens under one lock.
+/// A heap as the allocator holds it: bookkeeping and backend tokens under one lock. Aligned so that
+/// no two heaps share a cache line, nor a pair of lines that the processor fetches together.
+#[repr(align(128))]
 pub(crate) struct HeapCell<B: Backend> {
     /// Position in the allocator's table.
     index: u32,
     device: DeviceId,
     pool: PoolId,
     stream: B::Stream,
-    state: Mutex<HeapState<B>>,
+    state: Lock<HeapState<B>>,
 }
 
 /// What the lock of a heap guards.
@@ -105,9 +108,11 @@ struct Device<B: Backend> {
     limit: AtomicU64,
     /// Bytes obtained from the backend. Changes under the growth lock only.
     reserved: AtomicU64,
+    /// Most of them since the last reset of peaks; exact in both modes of [`PeakMode`].
+    reserved_peak: AtomicU64,
     counters: Mutex<Counters>,
     /// One table for all heaps, where the peak of their sum must be exact.
-    exact: Option<Mutex<StatTable>>,
+    exact: Option<Lock<StatTable>>,
     /// In the order in which flushes walk them: the default pool first, streams by id.
     heaps: RwLock<HeapMap<B>>,
     default_pool: Arc<PoolShared>,
@@ -289,7 +294,7 @@ fn limit_of_fraction(policy: Policy, fraction: f64, total: u64) -> u64 {
 impl<B: Backend> Device<B> {
     fn new(total: u64, config: &Config) -> Self {
         let exact = match config.peaks {
-            crate::config::PeakMode::Exact => Some(Mutex::new(StatTable::default())),
+            crate::config::PeakMode::Exact => Some(Lock::new(StatTable::default())),
             crate::config::PeakMode::PerHeap => None,
         };
         let limit = limit_of_fraction(config.policy, config.settings.memory_fraction, total);
@@ -297,6 +302,7 @@ impl<B: Backend> Device<B> {
             total,
             limit: AtomicU64::new(limit),
             reserved: AtomicU64::new(0),
+            reserved_peak: AtomicU64::new(0),
             counters: Mutex::new(Counters::default()),
             exact,
             heaps: RwLock::new(BTreeMap::new()),
@@ -411,10 +417,12 @@ impl<B: Backend> CachingAllocator<B> {
     /// # Errors
     /// [`AllocError::NoSuchDevice`].
     pub fn stats(&self, device: DeviceId) -> AllocResult<DeviceStats, B> {
-        let counters = *self.shared.device(device)?.counters.lock();
+        let shared = self.shared.device(device)?;
+        let mut table = self.shared.stat_table(device);
+        table.set_reserved_peak(shared.reserved_peak.load(Ordering::Relaxed));
         Ok(DeviceStats {
-            table: self.shared.stat_table(device),
-            counters,
+            table,
+            counters: *shared.counters.lock(),
             max_split_size: self.shared.max_split_at_start.map_or(-1, |bytes| bytes as i64),
         })
     }
@@ -424,7 +432,8 @@ impl<B: Backend> CachingAllocator<B> {
     /// # Errors
     /// [`AllocError::NoSuchDevice`].
     pub fn reset_peak_stats(&self, device: DeviceId) -> AllocResult<(), B> {
-        self.shared.device(device)?;
+        let shared = self.shared.device(device)?;
+        shared.reserved_peak.store(shared.reserved(), Ordering::Relaxed);
         self.shared.each_stat_table(device, StatTable::reset_peak);
         Ok(())
     }
@@ -667,7 +676,7 @@ impl<B: Backend> Shared<B> {
             device,
             pool: pool.id,
             stream: stream.clone(),
-            state: Mutex::new(HeapState {
+            state: Lock::new(HeapState {
                 body: HeapBody {
                     heap: Heap::new(device, stream.id(), pool, rules),
                     tokens: HashMap::new(),

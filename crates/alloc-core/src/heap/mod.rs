@@ -103,6 +103,7 @@ impl Heap {
     }
 
     /// Best fit for `request`, taken out of the free index and `Held` (spec §2.6).
+    #[inline]
     pub(crate) fn take_best_fit(&mut self, request: &Request) -> Option<BlockIdx> {
         if self.rules.counts_searches {
             self.pool.count_search(request.class);
@@ -116,6 +117,7 @@ impl Heap {
         Some(id)
     }
 
+    #[inline]
     fn candidate(&self, request: &Request) -> Option<(FreeKey, BlockIdx)> {
         let free = &self.classes[request.class.index()].free;
         let mut found = free.best_fit(request.rounded)?;
@@ -146,6 +148,7 @@ impl Heap {
     }
 
     /// The rules that keep oversize blocks whole (spec §2.6, rule 4).
+    #[inline]
     fn refuses_oversize(&self, block: &Block, request: &Request) -> bool {
         let Some(max_split) = self.rules.max_split_bytes else { return false };
         let expandable = block.expandable;
@@ -158,6 +161,7 @@ impl Heap {
         !expandable && block.bytes >= request.rounded + self.rules.max_non_split_rounding_bytes
     }
 
+    #[inline]
     fn should_split(&self, block: &Block, request: &Request) -> bool {
         if self.pool.no_split {
             return false;
@@ -171,6 +175,7 @@ impl Heap {
     }
 
     /// Makes a `Held` block that is large enough `Live`, giving back what is over (spec §2.14).
+    #[inline]
     pub(crate) fn hand_out(&mut self, id: BlockIdx, request: &Request, ledger: &mut Ledger<'_>) {
         let block = &self.blocks[id];
         let class = request.class;
@@ -207,6 +212,7 @@ impl Heap {
     }
 
     /// Cuts a block after its first `bytes`; it keeps those. Returns the rest, which is `Held`.
+    #[inline]
     fn split(&mut self, id: BlockIdx, bytes: u64) -> BlockIdx {
         let block = &self.blocks[id];
         let (addr, rest_bytes) = (block.addr + bytes, block.bytes - bytes);
@@ -227,6 +233,7 @@ impl Heap {
 
     /// The first half of a free: the client lets go (spec §3.1). The block stays active until
     /// [`finish_free`](Self::finish_free); `pending` events must be reached before that.
+    #[inline]
     pub(crate) fn request_free(&mut self, id: BlockIdx, pending: u32, ledger: &mut Ledger<'_>) {
         let block = &mut self.blocks[id];
         debug_assert_eq!(block.state, BlockState::Live);
@@ -258,6 +265,7 @@ impl Heap {
     }
 
     /// The second half of a free: nothing touches the block any more (spec §3.2).
+    #[inline]
     pub(crate) fn finish_free(&mut self, id: BlockIdx, ledger: &mut Ledger<'_>) {
         let block = &self.blocks[id];
         let (addr, bytes, requested, class) =
@@ -277,6 +285,7 @@ impl Heap {
     }
 
     /// Merges a block with its free neighbours and puts the result into the free index.
+    #[inline]
     fn merge_and_insert(&mut self, id: BlockIdx) -> (BlockIdx, Absorbed) {
         let mut absorbed = Absorbed::default();
         self.blocks[id].state = BlockState::Held;
@@ -296,11 +305,13 @@ impl Heap {
         (merged, absorbed)
     }
 
+    #[inline]
     fn free_neighbour(&self, neighbour: Option<BlockIdx>) -> Option<BlockIdx> {
         neighbour.filter(|id| self.blocks[*id].state == BlockState::Free)
     }
 
     /// Makes `upper`, the block right above `lower`, a part of it.
+    #[inline]
     fn join(&mut self, lower: BlockIdx, upper: BlockIdx) {
         let gone = &self.blocks[upper];
         let (addr, bytes, next) = (gone.addr, gone.bytes, gone.next);
@@ -315,6 +326,7 @@ impl Heap {
     }
 
     /// `Held` → `Free`.
+    #[inline]
     pub(crate) fn insert_free(&mut self, id: BlockIdx) {
         let block = &mut self.blocks[id];
         debug_assert_eq!(block.state, BlockState::Held);
@@ -324,6 +336,7 @@ impl Heap {
     }
 
     /// `Free` → `Held`.
+    #[inline]
     pub(crate) fn remove_free(&mut self, id: BlockIdx) {
         let block = &mut self.blocks[id];
         debug_assert_eq!(block.state, BlockState::Free);
@@ -426,6 +439,7 @@ impl Absorbed {
 
 /// Books the net change from `before` to `after` as one step: the merges and the insertion of one
 /// free do not show separately in peaks and sums (spec §3.2).
+#[inline]
 fn adjust(stats: &mut StatTable, gauge: Gauge, class: SizeClass, before: u64, after: u64) {
     if after > before {
         stats.increase(gauge, class, after - before);

@@ -77,6 +77,7 @@ impl SegmentInfo {
         }
     }
 
+    #[inline]
     fn place(&self, addr: Addr) -> usize {
         let offset = addr - self.base;
         // Both divisors are constants, so that this is a shift.
@@ -87,12 +88,14 @@ impl SegmentInfo {
     }
 
     /// Remembers that the block at `addr` is handed out.
+    #[inline]
     pub(crate) fn add_live(&mut self, addr: Addr, block: BlockIdx) {
         let place = self.place(addr);
         self.live[place] = Some(block);
     }
 
     /// Forgets the block at `addr`.
+    #[inline]
     pub(crate) fn remove_live(&mut self, addr: Addr) {
         let place = self.place(addr);
         self.live[place] = None;
