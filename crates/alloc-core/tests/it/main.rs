@@ -18,6 +18,7 @@ mod errors;
 mod faults;
 mod interleave;
 mod liar;
+mod machine;
 mod pictures;
 mod replay;
 mod rig;
