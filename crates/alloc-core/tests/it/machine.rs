@@ -20,10 +20,10 @@ use proptest::sample::{select, subsequence};
 use proptest::test_runner::{Config, RngAlgorithm, TestError, TestRng, TestRunner};
 
 /// Operations of one case.
-const OPS: std::ops::Range<usize> = 250..400;
-/// Cases of one test, unless the environment says otherwise. With two tests against the model this
-/// makes well over 20,000 operations.
-const CASES: u32 = 45;
+const OPS: std::ops::Range<usize> = 300..400;
+/// Cases of each test against the model, unless the environment says otherwise. Two tests make more
+/// than 20,000 operations.
+const CASES: u32 = 34;
 
 /// Options that the allocator and the model both know, one choice from each line at most.
 const OPTIONS: [&[&str]; 6] = [
@@ -131,6 +131,7 @@ fn environment(name: &str) -> Option<u64> {
 fn run(against: Against, conf: fn(&str) -> TrialConf) {
     let seed = environment("ALLOC_CORE_SEED").unwrap_or(1);
     let cases = environment("ALLOC_CORE_CASES").map_or(CASES, |cases| cases as u32);
+    let cases = if against == Against::Model { cases } else { cases.div_ceil(3) };
     let mut bytes = [0; 32];
     bytes[..8].copy_from_slice(&seed.to_le_bytes());
     let config =
