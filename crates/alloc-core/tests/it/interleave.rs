@@ -250,8 +250,10 @@ fn a_flush_waits_for_an_event_that_another_thread_asks_about() {
                 });
                 inside.recv().unwrap();
                 let needing = scope.spawn(|| alloc.allocate_raw(20 * MIB, &s0));
-                // Long enough for the request to come to its wait.
-                std::thread::sleep(std::time::Duration::from_millis(20));
+                // The request has come to its wait when this is counted.
+                while alloc.stats(DEV0).unwrap().get("num_sync_all_streams") == Some(0) {
+                    std::thread::yield_now();
+                }
                 leave.send(()).unwrap();
                 asking.join().unwrap();
                 match needing.join().unwrap() {
