@@ -1,4 +1,4 @@
-//! Blocks that wait for events: one queue per stream that used them.
+//! Blocks that wait for events before they are reused (I7): one queue per stream that used them.
 //!
 //! Events of one stream are reached in the order in which they were recorded, so only the head of a
 //! queue is ever asked. An unfinished stream never hides what another one has finished.

@@ -3,7 +3,8 @@
 //! No lock is held during backend calls, so other threads get in between: a slow path must cope with
 //! whatever they do. Here they get in between at a chosen call, from a hook of the simulator: each
 //! scenario runs once for every call and every kind of intruder. What a second thread could do
-//! then, the hook does on the same thread; a deadlock ends the test.
+//! then, the hook does on the same thread; a deadlock ends the test. Afterwards nothing is left in
+//! anybody's hands (I12).
 
 use crate::cases_threads::in_time;
 use crate::rig::*;

@@ -57,6 +57,7 @@ fn shows(rig: &Rig, names: &Names, expected: &[&str]) {
     assert_eq!(lines, expected);
 }
 
+/// The low part of a split is handed out; what comes back merges with what is free beside it (I3).
 #[test]
 fn blocks_split_low_and_merge_both_ways() {
     for policy in BOTH {
@@ -74,7 +75,8 @@ fn blocks_split_low_and_merge_both_ways() {
     }
 }
 
-/// The smallest block that fits, among equals the lowest; a rest of at most 1 MiB stays on.
+/// The smallest block that fits, among equals the lowest, out of all that are free (I4); a rest of at
+/// most 1 MiB stays on.
 #[test]
 fn best_fit_takes_the_smallest_then_the_lowest() {
     for policy in BOTH {
