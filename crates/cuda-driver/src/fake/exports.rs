@@ -146,6 +146,9 @@ exports! {
             Ok(state.is_device_idle(device))
         })
     }
+    cuCtxGetDevice() -> sys::CUdevice {
+        on_state("cuCtxGetDevice", |state| Ok(current(state)? as sys::CUdevice))
+    }
     cuCtxEnablePeerAccess(peer: sys::CUcontext, _flags: c_uint) {
         on_state("cuCtxEnablePeerAccess", |state| {
             let (own, peer) = (current(state)?, state.device_of_context(peer as usize)?);
