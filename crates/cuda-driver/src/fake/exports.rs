@@ -173,8 +173,7 @@ exports! {
     }
     cuStreamSynchronize(stream: sys::CUstream) {
         wait_until("cuStreamSynchronize", |state| {
-            let device = current(state)?;
-            let stream = state.stream(stream as usize, device)?;
+            let stream = state.stream(stream as usize)?;
             state.is_idle(stream)
         })
     }
