@@ -10,6 +10,7 @@ mod error;
 mod events;
 mod free_index;
 mod heap;
+mod lock;
 mod pager;
 pub mod size_class;
 pub mod stats;
@@ -22,7 +23,9 @@ pub use allocator::{
     StreamHandle, Violation,
 };
 pub use config::{ConfError, Config, Policy, Settings};
-pub use error::{AllocError, BackendOp, FreeError, HeapReport, LadderStep, OomReport};
+pub use error::{
+    AddressSpaceLack, AllocError, BackendOp, FreeError, HeapReport, LadderStep, OomReport,
+};
 pub use size_class::SizeClass;
 pub use stats::DeviceStats;
 pub use trace::{TraceAction, TraceEntry, TraceSink};

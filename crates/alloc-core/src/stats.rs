@@ -189,6 +189,11 @@ impl StatTable {
         ByClass { all: sum.stat(), small: small.stat(), large: large.stat() }
     }
 
+    /// Sets the peak of reserved bytes over both classes, which a device knows exactly.
+    pub(crate) fn set_reserved_peak(&mut self, bytes: u64) {
+        self.peaks[Gauge::ReservedBytes as usize] = bytes as i64;
+    }
+
     fn oversize(&mut self) -> [&mut Stat; 2] {
         [&mut self.oversize_allocations, &mut self.oversize_segments]
     }

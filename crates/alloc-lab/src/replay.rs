@@ -2,11 +2,10 @@
 
 use std::time::{Duration, Instant};
 
-use alloc_core::{Bytes, TraceAction};
+use alloc_core::Bytes;
 
 use crate::engine::{DriverFigures, Engine, EngineError};
 use crate::error::Failure;
-use crate::format::golden::TraceRow;
 use crate::workload::{Action, Op, RecordedSegment, Workload};
 
 /// Host time is the best of so many passes, unless [`TIMING_BUDGET`] is spent earlier.
@@ -24,8 +23,8 @@ pub struct Plan {
     pub streams: usize,
     /// Segments to hand out, as long as the allocator asks for the same sizes.
     pub feed: Vec<RecordedSegment>,
-    /// Whether the engine keeps trace entries and an exact account of driver calls, and whether the
-    /// simulated device judges its allocations. Costs time, so not while time is measured.
+    /// Whether the engine keeps an exact account of driver calls, and the simulated device judges its
+    /// allocations. Costs time, so not while time is measured.
     pub watch: bool,
 }
 
@@ -83,9 +82,9 @@ impl Stopped {
         let (device, before) = (Bytes(capacity), self.ops);
         let what = match (&self.error, self.bytes) {
             (EngineError::OutOfMemory(report), Some(bytes)) => format!(
-                "does not fit: an allocation of {} ({bytes} bytes) failed with {label} on a device \
-                 of {device}, after {before} operations\n  {report}",
-                Bytes(bytes)
+                "does not fit: an allocation of {} failed with {label} on a device of {device}, \
+                 after {before} operations\n  {report}",
+                exactly(bytes)
             ),
             (EngineError::OutOfMemory(report) | EngineError::Refused(report), _) => {
                 format!("refused by {label} after {before} operations\n  {report}")
@@ -175,7 +174,7 @@ fn observe<E: Engine>(
     mut watch: impl FnMut(Moment),
 ) -> Outcome {
     let mut check = FeedCheck::new(&workload.segments);
-    let mut trace = Vec::new();
+    let mut taken = Vec::new();
     let (mut live, mut peak) = (0u128, 0u128);
     let mut done = 0;
     let mut stopped = run(engine, &workload.ops, |engine, i, op| {
@@ -185,8 +184,8 @@ fn observe<E: Engine>(
         }
         peak = peak.max(live);
         done = i + 1;
-        engine.take_trace(&mut trace);
-        trace.drain(..).for_each(|row| check.see(row));
+        engine.take_segments(&mut taken);
+        taken.drain(..).for_each(|segment| check.see(segment));
         let (requested, reserved) = (saturate(live), engine.reserved());
         watch(Moment { ops: done, time_us: op.time_us, requested, reserved });
     })
@@ -260,6 +259,15 @@ fn stat<E: Engine>(engine: &mut E, key: &str) -> u64 {
     out[0].and_then(|value| u64::try_from(value).ok()).unwrap_or(0)
 }
 
+/// A size in a unit that fits it, and in bytes.
+fn exactly(bytes: u64) -> String {
+    if bytes < 1 << 10 {
+        Bytes(bytes).to_string()
+    } else {
+        format!("{} ({bytes} bytes)", Bytes(bytes))
+    }
+}
+
 fn saturate(bytes: u128) -> u64 {
     u64::try_from(bytes).unwrap_or(u64::MAX)
 }
@@ -276,13 +284,10 @@ impl<'a> FeedCheck<'a> {
         FeedCheck { recorded, seen: 0, difference: None }
     }
 
-    fn see(&mut self, row: TraceRow) {
-        if row.action != TraceAction::SegmentAlloc {
-            return;
-        }
+    fn see(&mut self, taken: RecordedSegment) {
         let (n, recorded) = (self.seen + 1, self.recorded.get(self.seen).copied());
         self.seen = n;
-        let (addr, bytes) = (row.addr, row.bytes);
+        let RecordedSegment { addr, bytes } = taken;
         let difference = match recorded {
             None => Some(format!(
                 "segment {n} of {bytes} bytes was taken after the {} recorded ones",

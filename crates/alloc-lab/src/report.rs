@@ -225,7 +225,7 @@ pub fn replay_table(workload: &Workload, rows: &[(Configuration, Outcome)]) -> S
         table.add_row(replay_cells(workload, configuration, outcome));
     }
     let mut text = heading(workload);
-    let _ = write!(text, "\n{table}");
+    let _ = write!(text, "\n{}", table.trim_fmt());
     for (configuration, outcome) in rows {
         for note in notes(&configuration.label(), outcome, workload) {
             let _ = write!(text, "\n{note}");
@@ -242,7 +242,7 @@ pub fn verify_table(rows: &[VerifyRow]) -> String {
     }
     let exact = rows.iter().filter(|row| row.exact).count();
     let ops: usize = rows.iter().map(|row| row.ops).sum();
-    let mut text = table.to_string();
+    let mut text = table.trim_fmt();
     for note in rows.iter().filter_map(VerifyRow::note) {
         let _ = write!(text, "\n{note}");
     }
@@ -274,7 +274,7 @@ pub fn fit_table(rows: &[FitRow]) -> String {
             number(row.runs),
         ]);
     }
-    table.to_string()
+    table.trim_fmt()
 }
 
 fn heading(workload: &Workload) -> String {

@@ -1,4 +1,5 @@
-//! Long trials of the caching allocator: `soak [FIRST_SEED] [SEEDS] [OPERATIONS]`.
+//! Long trials of the caching allocator: `soak [FIRST_SEED] [SEEDS] [OPERATIONS] [FAULTS]`,
+//! the last one in thousandths of the driver calls.
 //!
 //! Every seed plays its workload under each configuration. Ends with status 1 at the first failure
 //! and prints what repeats it.
@@ -23,15 +24,20 @@ const SETTINGS: [&str; 6] = [
 fn main() -> ExitCode {
     let mut numbers = std::env::args().skip(1).map(|text| text.parse::<u64>().ok());
     let mut next = |usual| numbers.next().map_or(Some(usual), |number| number);
-    let (Some(first), Some(seeds), Some(operations)) = (next(0), next(20), next(1000)) else {
-        eprintln!("usage: soak [FIRST_SEED] [SEEDS] [OPERATIONS]");
+    let (Some(first), Some(seeds), Some(operations), Some(faults)) =
+        (next(0), next(20), next(1000), next(20))
+    else {
+        eprintln!("usage: soak [FIRST_SEED] [SEEDS] [OPERATIONS] [FAULTS]");
         return ExitCode::from(2);
     };
+    let faults = faults as f64 / 1000.0;
     for seed in first..first + seeds {
         for settings in SETTINGS {
-            if let Err(failure) = trials(seed, settings, operations as usize) {
-                println!("seed {seed}, settings `{settings}`: {failure}");
-                return ExitCode::FAILURE;
+            for (what, conf, streams, faults) in trials(seed, settings, faults) {
+                if let Err(failure) = play(&conf, seed, streams, operations as usize, faults) {
+                    println!("seed {seed}, settings `{settings}`, {what}: {failure}");
+                    return ExitCode::FAILURE;
+                }
             }
         }
     }
@@ -39,26 +45,28 @@ fn main() -> ExitCode {
     ExitCode::SUCCESS
 }
 
-/// Against the model; with another device beside; by the own rules; with failures and work that ends
-/// by chance.
-fn trials(seed: u64, settings: &str, operations: usize) -> Result<(), Failure> {
-    let shape = Shape { toggles: true, limits: Some((64 * MIB, 512 * MIB)), ..Shape::default() };
+/// What it is, its configuration, number of streams, probability of failures.
+fn trials(seed: u64, settings: &str, faults: f64) -> [(&'static str, TrialConf, usize, f64); 4] {
     let pytorch = TrialConf::pytorch(settings).capacity(768 * MIB);
-    play(&pytorch, seed, shape, operations, 0.0)?;
-    let two = pytorch.clone().devices(2, 3);
-    play(&two, seed, Shape { streams: 6, ..shape }, operations, 0.0)?;
     let ours = TrialConf::ours(settings).capacity(768 * MIB);
-    play(&ours, seed, shape, operations, 0.0)?;
-    play(&ours.ends_by_chance(seed, 0.1), seed, shape, operations, 0.02)
+    let by_chance = ours.clone().ends_by_chance(seed, 0.1);
+    [
+        ("against the model", pytorch.clone(), 3, 0.0),
+        ("two devices against the model", pytorch.devices(2, 3), 6, 0.0),
+        ("own rules", ours, 3, 0.0),
+        ("own rules, failures, work ending by chance", by_chance, 3, faults),
+    ]
 }
 
 fn play(
     conf: &TrialConf,
     seed: u64,
-    shape: Shape,
+    streams: usize,
     operations: usize,
     faults: f64,
 ) -> Result<(), Failure> {
+    let limits = Some((64 * MIB, 512 * MIB));
+    let shape = Shape { streams, toggles: true, limits, ..Shape::default() };
     let mut trial = Trial::new(conf);
     if faults > 0.0 {
         trial.backend().set_faults([Fault::chance(seed, faults)]);

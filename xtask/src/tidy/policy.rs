@@ -29,7 +29,7 @@ pub(super) const CRATES: &[CratePolicy] = &[
     CratePolicy {
         name: "alloc-core",
         uses: &[],
-        outside: Outside::Only(&["hashbrown", "loom", "parking_lot", "smallvec"]),
+        outside: Outside::Only(&["hashbrown", "loom", "parking_lot", "smallvec", "spin"]),
         unsafe_in: &[],
     },
     CratePolicy {

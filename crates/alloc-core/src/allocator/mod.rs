@@ -24,6 +24,7 @@ use crate::directory::Directory;
 use crate::error::{AllocError, BackendOp, FreeError, OomReport};
 use crate::events::EventQueue;
 use crate::heap::{Heap, Ledger, PoolShared, SegmentId};
+use crate::lock::Lock;
 use crate::pager::{PageStore, Pager};
 use crate::stats::{Counters, DeviceStats, StatTable};
 use crate::table::AppendTable;
@@ -72,14 +73,16 @@ impl Allocation {
     }
 }
 
-/// A heap as the allocator holds it: bookkeeping and backend tokens under one lock.
+/// A heap as the allocator holds it: bookkeeping and backend tokens under one lock. Aligned so that
+/// no two heaps share a cache line, nor a pair of lines that the processor fetches together.
+#[repr(align(128))]
 pub(crate) struct HeapCell<B: Backend> {
     /// Position in the allocator's table.
     index: u32,
     device: DeviceId,
     pool: PoolId,
     stream: B::Stream,
-    state: Mutex<HeapState<B>>,
+    state: Lock<HeapState<B>>,
 }
 
 /// What the lock of a heap guards.
@@ -105,9 +108,11 @@ struct Device<B: Backend> {
     limit: AtomicU64,
     /// Bytes obtained from the backend. Changes under the growth lock only.
     reserved: AtomicU64,
+    /// Most of them since the last reset of peaks; exact in both modes of [`PeakMode`].
+    reserved_peak: AtomicU64,
     counters: Mutex<Counters>,
     /// One table for all heaps, where the peak of their sum must be exact.
-    exact: Option<Mutex<StatTable>>,
+    exact: Option<Lock<StatTable>>,
     /// In the order in which flushes walk them: the default pool first, streams by id.
     heaps: RwLock<HeapMap<B>>,
     default_pool: Arc<PoolShared>,
@@ -257,21 +262,29 @@ impl<B: Backend + MemoryInfo> CachingAllocator<B> {
     }
 }
 
-/// The limit that a fraction of `total` bytes means; 1 is none (spec §2.13).
-fn limit_of_fraction(fraction: f64, total: u64) -> u64 {
-    if fraction < 1.0 { (fraction * total as f64) as u64 } else { u64::MAX }
+/// The limit that a fraction of `total` bytes means; 1 is none (spec §2.13). PyTorch cuts off, which
+/// can lose a byte of a limit that was turned into a fraction before; the nearest byte is that limit.
+fn limit_of_fraction(policy: Policy, fraction: f64, total: u64) -> u64 {
+    let bytes = fraction * total as f64;
+    match policy {
+        _ if fraction >= 1.0 => u64::MAX,
+        Policy::Pytorch => bytes as u64,
+        Policy::Ours => bytes.round() as u64,
+    }
 }
 
 impl<B: Backend> Device<B> {
     fn new(total: u64, config: &Config) -> Self {
         let exact = match config.peaks {
-            crate::config::PeakMode::Exact => Some(Mutex::new(StatTable::default())),
+            crate::config::PeakMode::Exact => Some(Lock::new(StatTable::default())),
             crate::config::PeakMode::PerHeap => None,
         };
+        let limit = limit_of_fraction(config.policy, config.settings.memory_fraction, total);
         Device {
             total,
-            limit: AtomicU64::new(limit_of_fraction(config.settings.memory_fraction, total)),
+            limit: AtomicU64::new(limit),
             reserved: AtomicU64::new(0),
+            reserved_peak: AtomicU64::new(0),
             counters: Mutex::new(Counters::default()),
             exact,
             heaps: RwLock::new(BTreeMap::new()),
@@ -318,7 +331,8 @@ impl<B: Backend> CachingAllocator<B> {
     ///
     /// # Errors
     /// Hands the allocation back, still valid: [`AllocError::ForeignAllocation`], or
-    /// [`AllocError::Backend`] if an event cannot be recorded.
+    /// [`AllocError::Backend`] if an event cannot be recorded. [`AllocError::UnknownAddress`] if it was
+    /// freed by address before.
     pub fn free(&self, allocation: Allocation) -> Result<(), FreeError<Allocation, B::Error>> {
         self.shared.free(&allocation).map_err(|error| FreeError { allocation, error })
     }
@@ -327,8 +341,10 @@ impl<B: Backend> CachingAllocator<B> {
     /// not reused before that work is done. The block's own stream is ignored.
     ///
     /// # Errors
-    /// [`AllocError::ForeignAllocation`].
+    /// [`AllocError::ForeignAllocation`]; [`AllocError::UnknownAddress`] if it was freed by address;
+    /// [`AllocError::NoSuchDevice`] if the stream's device is not the backend's.
     pub fn record_stream(&self, allocation: &Allocation, stream: &B::Stream) -> AllocResult<(), B> {
+        self.shared.device(stream.device())?;
         self.shared.record_stream(allocation, stream)
     }
 
@@ -355,8 +371,10 @@ impl<B: Backend> CachingAllocator<B> {
     /// [`record_stream`](Self::record_stream) by address. [`Addr::NULL`] is nothing.
     ///
     /// # Errors
-    /// [`AllocError::UnknownAddress`] unless a block that is handed out starts at `addr`.
+    /// [`AllocError::UnknownAddress`] unless a block that is handed out starts at `addr`;
+    /// [`AllocError::NoSuchDevice`] if the stream's device is not the backend's.
     pub fn record_stream_raw(&self, addr: Addr, stream: &B::Stream) -> AllocResult<(), B> {
+        self.shared.device(stream.device())?;
         if addr.is_null() {
             return Ok(());
         }
@@ -380,10 +398,12 @@ impl<B: Backend> CachingAllocator<B> {
     /// # Errors
     /// [`AllocError::NoSuchDevice`].
     pub fn stats(&self, device: DeviceId) -> AllocResult<DeviceStats, B> {
-        let counters = *self.shared.device(device)?.counters.lock();
+        let shared = self.shared.device(device)?;
+        let mut table = self.shared.stat_table(device);
+        table.set_reserved_peak(shared.reserved_peak.load(Ordering::Relaxed));
         Ok(DeviceStats {
-            table: self.shared.stat_table(device),
-            counters,
+            table,
+            counters: *shared.counters.lock(),
             max_split_size: self.shared.max_split_at_start.map_or(-1, |bytes| bytes as i64),
         })
     }
@@ -393,7 +413,8 @@ impl<B: Backend> CachingAllocator<B> {
     /// # Errors
     /// [`AllocError::NoSuchDevice`].
     pub fn reset_peak_stats(&self, device: DeviceId) -> AllocResult<(), B> {
-        self.shared.device(device)?;
+        let shared = self.shared.device(device)?;
+        shared.reserved_peak.store(shared.reserved(), Ordering::Relaxed);
         self.shared.each_stat_table(device, StatTable::reset_peak);
         Ok(())
     }
@@ -433,7 +454,7 @@ impl<B: Backend> CachingAllocator<B> {
             });
         }
         let total = self.shared.device(device)?.total;
-        let limit = limit_of_fraction(fraction, total);
+        let limit = limit_of_fraction(self.policy(), fraction, total);
         self.set_memory_limit(device, (limit != u64::MAX).then_some(limit))
     }
 
@@ -636,7 +657,7 @@ impl<B: Backend> Shared<B> {
             device,
             pool: pool.id,
             stream: stream.clone(),
-            state: Mutex::new(HeapState {
+            state: Lock::new(HeapState {
                 body: HeapBody {
                     heap: Heap::new(device, stream.id(), pool, rules),
                     tokens: HashMap::new(),

@@ -1,5 +1,6 @@
 //! The end of the ladder: counting, reporting and telling observers.
 
+use super::grow::Shortage;
 use super::{HeapCell, Op, Shared};
 use crate::backend::{Backend, Stream};
 use crate::block::BlockState;
@@ -14,6 +15,7 @@ impl<B: Backend> Shared<B> {
         &self,
         cell: &HeapCell<B>,
         request: &Request,
+        shortage: Shortage,
         steps: Vec<LadderStep>,
         op: &mut Op<'_, B>,
     ) -> AllocError<B::Error> {
@@ -31,6 +33,10 @@ impl<B: Backend> Shared<B> {
             reserved: device.reserved(),
             device_free: memory.map(|memory| memory.free),
             device_total: memory.map(|memory| memory.total),
+            address_space: match shortage {
+                Shortage::Memory => None,
+                Shortage::Addresses(lack) => Some(lack),
+            },
             steps,
             heaps: device.heaps().iter().filter_map(|cell| report_of(cell)).collect(),
         };

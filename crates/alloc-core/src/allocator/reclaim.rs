@@ -1,7 +1,7 @@
 //! Giving cached memory back to the backend. Runs under the growth lock of the device.
 
 use super::{AllocResult, HeapCell, Shared};
-use crate::backend::{Backend, Refused, Segment};
+use crate::backend::{Backend, Refused, Segment, Stream};
 use crate::block::{Block, BlockId, BlockIdx, BlockState};
 use crate::config::Policy;
 use crate::directory::Owner;
@@ -68,6 +68,9 @@ impl<B: Backend> Shared<B> {
         device: DeviceId,
         trace: &mut TraceBuffer,
     ) -> AllocResult<(), B> {
+        if let Some(pager) = &self.pager {
+            pager.tidy(device);
+        }
         for class in [SizeClass::Large, SizeClass::Small] {
             self.release_class(device, PoolId::DEFAULT, class, trace)?;
         }
@@ -338,15 +341,14 @@ fn unchanged<'a, B: Backend>(heap: &'a Heap, seen: &Candidate<B>) -> Option<&'a 
 }
 
 impl<B: Backend> Drop for Shared<B> {
-    /// Best effort and quiet: a backend that is gone has taken everything with it.
+    /// Best effort and quiet: a backend that is gone has taken everything with it. Memory under work
+    /// that cannot be waited for is left with the backend, not taken from under it.
     fn drop(&mut self) {
-        let mut trace = TraceBuffer::new(false);
-        for index in 0..self.devices.len() {
-            let _ = self.wait_for_events(DeviceId::new(index as u16), &mut trace);
+        if !self.wait_for_all_work() {
+            std::mem::forget(self.pager.take());
+            return;
         }
         for cell in self.heaps.iter() {
-            // What is still allocated may be in use by work on its own stream.
-            let _ = self.synchronize(&cell.stream);
             let tokens = std::mem::take(&mut cell.state.lock().body.tokens);
             let mut tokens: Vec<_> = tokens.into_values().collect();
             tokens.sort_by_key(Segment::base);
@@ -354,5 +356,31 @@ impl<B: Backend> Drop for Shared<B> {
                 let _ = self.backend.release(token);
             }
         }
+    }
+}
+
+impl<B: Backend> Shared<B> {
+    /// Waits for all work that may use any block: what is pending, what runs on the streams of
+    /// the heaps, what was recorded for blocks that are still live. Returns whether none is left.
+    fn wait_for_all_work(&self) -> bool {
+        let mut done = true;
+        let mut note = |result: AllocResult<(), B>| {
+            done &= result.map_or_else(|error| error.is_device_lost(), |()| true);
+        };
+        for index in 0..self.devices.len() {
+            let device = DeviceId::new(index as u16);
+            note(self.wait_for_events(device, &mut TraceBuffer::new(false)));
+        }
+        for cell in self.heaps.iter() {
+            note(self.synchronize(&cell.stream));
+            let uses = std::mem::take(&mut cell.state.lock().body.uses);
+            let mut used: Vec<_> = uses.into_values().flatten().collect();
+            used.sort_by_key(Stream::id);
+            used.dedup_by_key(|stream| stream.id());
+            for stream in used {
+                note(self.synchronize(&stream));
+            }
+        }
+        done
     }
 }

@@ -47,7 +47,8 @@ pub enum PeakMode {
     /// Exact, at the price of one lock that all streams of a device share.
     Exact,
     /// Each heap keeps its own peaks and readers add them up: nothing is shared between streams, and
-    /// the figure is at least the true peak and at most the sum of what each stream ever held.
+    /// the figure is at least the true peak and at most the sum of what each stream ever held. With
+    /// one stream it is exact, and that of all reserved bytes always is.
     PerHeap,
 }
 
@@ -232,7 +233,7 @@ impl Config {
             policy: Policy::Ours,
             settings: Settings::default(),
             event_order: EventOrder::Ascending,
-            peaks: PeakMode::Exact,
+            peaks: PeakMode::PerHeap,
         }
     }
 

@@ -147,11 +147,12 @@ impl Heap {
         let mut middle = id;
         if self.blocks[id].addr < run.addr {
             middle = self.split(id, run.addr - self.blocks[id].addr);
-            self.insert_free(id);
+            // Neighbours may have become free while the block was held.
+            self.merge_and_insert(id);
         }
         if self.blocks[middle].bytes > run.bytes {
             let tail = self.split(middle, run.bytes);
-            self.insert_free(tail);
+            self.merge_and_insert(tail);
         }
         self.join_holes(middle)
     }

@@ -344,11 +344,14 @@ impl Heap {
         self.classes[block.class.index()].free.remove(block.key());
     }
 
-    /// Puts back a block that was taken out but not used, without renewing its age.
+    /// Puts back a block that was taken out but not used, without renewing its age unless a
+    /// neighbour became free meanwhile.
     pub(crate) fn restore_free(&mut self, id: BlockIdx) {
         let since = self.blocks[id].free_since;
-        self.insert_free(id);
-        self.blocks[id].free_since = since;
+        let (merged, absorbed) = self.merge_and_insert(id);
+        if absorbed.blocks == 0 {
+            self.blocks[merged].free_since = since;
+        }
     }
 
     /// A new segment obtained whole; its one block is `Held` (spec §2.8).

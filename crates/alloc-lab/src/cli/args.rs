@@ -79,7 +79,7 @@ impl Setting {
 pub(super) struct Device {
     /// Memory of the simulated device: bytes, or a number with K, M, G, T (or KiB, MiB, GiB, TiB)
     /// for powers of 1024, with KB, MB, GB, TB for powers of 1000
-    #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value_t = DEFAULT_CAPACITY)]
+    #[arg(long, value_name = "SIZE", value_parser = parse_capacity, default_value_t = DEFAULT_CAPACITY)]
     pub(super) capacity: u64,
 
     /// Let the simulated driver choose addresses even if the trace has recorded ones
@@ -219,6 +219,17 @@ pub(super) struct SegmentsArgs {
 
     #[command(flatten)]
     pub(super) device: Device,
+}
+
+/// Simulated devices are at most this large, so that expandable segments find address space.
+const CAPACITY_MAX: u64 = 32 << 40;
+
+fn parse_capacity(text: &str) -> Result<u64, String> {
+    let bytes = parse_size(text)?;
+    if bytes > CAPACITY_MAX {
+        return Err("the simulated device can have at most 32 TiB".to_owned());
+    }
+    Ok(bytes)
 }
 
 /// A moment of a run.

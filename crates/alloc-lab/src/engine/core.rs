@@ -1,5 +1,6 @@
 //! The allocator of this workspace on the simulated device.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -28,20 +29,18 @@ pub struct CoreEngine {
     /// What the driver had been made to do before the first operation.
     before: Costs,
     feed: Arc<Mutex<AddressFeed>>,
-    watch: Option<Watch>,
+    /// Only a watched engine keeps one, and reports to the judge.
+    account: Option<Account>,
+    tape: Arc<Tape>,
     /// Full flushes so far, where they end all work; `None` in replays.
     flushes: Option<i64>,
-}
-
-/// What only a watched engine keeps.
-struct Watch {
-    tape: Arc<Tape>,
-    account: Account,
 }
 
 /// Sums over the log of driver calls, exact within operations too.
 #[derive(Default)]
 struct Account {
+    /// Segments obtained whole that nobody has asked for yet.
+    taken: Vec<RecordedSegment>,
     segments: u64,
     creates: u64,
     maps: u64,
@@ -54,9 +53,10 @@ struct Account {
 struct Tape(Mutex<Vec<TraceRow>>);
 
 /// Addresses for the simulated driver to hand out.
-#[derive(Default)]
 struct AddressFeed {
     segments: std::vec::IntoIter<RecordedSegment>,
+    /// Segments handed out and not yet released: first address → end.
+    taken: BTreeMap<u64, u64>,
     /// Base of the next reservation.
     reservation: Option<Addr>,
 }
@@ -85,6 +85,8 @@ impl CoreEngine {
             watch: true,
         };
         let mut engine = Self::build(config, &plan).map_err(|e| Failure::input(path, e))?;
+        let sink: Arc<dyn TraceSink> = Arc::clone(&engine.tape) as _;
+        engine.allocator.set_trace_sink(Some(sink));
         engine.flushes = Some(0);
         Ok(engine)
     }
@@ -92,17 +94,20 @@ impl CoreEngine {
     fn build(config: Config, plan: &Plan) -> Result<Self, String> {
         let feed = Arc::new(Mutex::new(AddressFeed {
             segments: plan.feed.clone().into_iter(),
+            taken: BTreeMap::new(),
             reservation: None,
         }));
-        let fed = Arc::clone(&feed);
+        let (fed, released) = (Arc::clone(&feed), Arc::clone(&feed));
         let backend = MockBackend::builder()
             .device(plan.capacity)
             .log(if plan.watch { usize::MAX } else { 0 })
             .feed(Box::new(move |kind, bytes| Some(lock(&fed).next(kind, bytes))))
+            .on(Call::Release, move |info| {
+                lock(&released).taken.remove(&info.addr.get());
+            })
             .build();
         let allocator = CachingAllocator::with_virtual_memory(backend.clone(), config);
         let allocator = allocator.map_err(|e| e.to_string())?;
-        let watch = plan.watch.then(|| Watch::new(&allocator));
         let mut streams = Vec::with_capacity(plan.streams);
         for i in 0..plan.streams {
             let stream =
@@ -111,8 +116,19 @@ impl CoreEngine {
             streams.push((stream, handle));
         }
         let before = backend.costs();
-        let live = Vec::new();
-        Ok(CoreEngine { allocator, backend, streams, live, before, feed, watch, flushes: None })
+        let account = plan.watch.then(Account::default);
+        let (live, tape) = (Vec::new(), Arc::default());
+        Ok(CoreEngine {
+            allocator,
+            backend,
+            streams,
+            live,
+            before,
+            feed,
+            account,
+            tape,
+            flushes: None,
+        })
     }
 
     /// Takes what is in `slot`, for a free.
@@ -122,8 +138,8 @@ impl CoreEngine {
 
     /// Brings the account up to date.
     fn settle(&mut self) {
-        if let Some(watch) = &mut self.watch {
-            watch.account.settle(&self.backend);
+        if let Some(account) = &mut self.account {
+            account.settle(&self.backend);
         }
     }
 
@@ -145,7 +161,7 @@ impl Engine for CoreEngine {
     fn allocate(&mut self, slot: usize, bytes: u64, stream: usize) -> Result<u64, EngineError> {
         let (stream, handle) = &self.streams[stream];
         let result = handle.allocate(bytes);
-        if let (Some(_), Ok(allocation)) = (&self.watch, &result) {
+        if let (Some(_), Ok(allocation)) = (&self.account, &result) {
             self.backend.judge().allocated(allocation.addr(), allocation.bytes(), stream);
         }
         if self.flushes.is_some() {
@@ -163,7 +179,7 @@ impl Engine for CoreEngine {
 
     fn free(&mut self, slot: usize) -> Result<(), EngineError> {
         let allocation = self.take(slot)?;
-        if self.watch.is_some() {
+        if self.account.is_some() {
             self.backend.judge().freed(allocation.addr());
         }
         let result = self.allocator.free(allocation).map_err(|refused| refusal(refused.error));
@@ -188,7 +204,7 @@ impl Engine for CoreEngine {
             stall_ns: costs.stall_ns - self.before.stall_ns,
             ..DriverFigures::default()
         };
-        if let Some(Watch { account, .. }) = &self.watch {
+        if let Some(account) = &self.account {
             figures.segments = account.segments;
             figures.handles_created = account.creates;
             figures.pages_remapped = account.maps.saturating_sub(account.creates);
@@ -203,9 +219,9 @@ impl Engine for CoreEngine {
         Some(format!("{} violations, the first: {first}", violations.len()))
     }
 
-    fn take_trace(&mut self, out: &mut Vec<TraceRow>) {
-        if let Some(watch) = &self.watch {
-            out.append(&mut lock(&watch.tape.0));
+    fn take_segments(&mut self, out: &mut Vec<RecordedSegment>) {
+        if let Some(account) = &mut self.account {
+            out.append(&mut account.taken);
         }
     }
 
@@ -262,6 +278,10 @@ impl Recorded for CoreEngine {
         self.allocator.set_expandable_segments(on).map_err(refusal)
     }
 
+    fn take_trace(&mut self, out: &mut Vec<TraceRow>) {
+        out.append(&mut lock(&self.tape.0));
+    }
+
     fn feed_reservation(&mut self, base: u64) {
         lock(&self.feed).reservation = Some(Addr::new(base));
     }
@@ -270,15 +290,6 @@ impl Recorded for CoreEngine {
 impl std::fmt::Debug for CoreEngine {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("CoreEngine").field("allocator", &self.allocator).finish_non_exhaustive()
-    }
-}
-
-impl Watch {
-    fn new(allocator: &CachingAllocator<MockBackend>) -> Self {
-        let tape = Arc::new(Tape::default());
-        let sink: Arc<dyn TraceSink> = Arc::clone(&tape) as _;
-        allocator.set_trace_sink(Some(sink));
-        Watch { tape, account: Account::default() }
     }
 }
 
@@ -292,6 +303,7 @@ impl Account {
             match entry.info.call {
                 Call::Acquire => {
                     self.segments += 1;
+                    self.taken.push(RecordedSegment { addr: entry.info.addr.get(), bytes });
                     self.hold(bytes);
                 }
                 Call::Reserve => self.segments += 1,
@@ -324,20 +336,33 @@ impl TraceSink for Tape {
 }
 
 impl AddressFeed {
-    /// Where the simulated driver puts the next span. Once the allocator asks for a segment of
-    /// another size than was recorded, the rest of the recording means nothing.
+    /// Where the simulated driver puts the next span.
     fn next(&mut self, kind: SpanKind, bytes: u64) -> Fed {
         let addr = match kind {
-            SpanKind::Segment => match self.segments.next() {
-                Some(segment) if segment.bytes == bytes => Some(Addr::new(segment.addr)),
-                _ => {
-                    self.segments = Vec::new().into_iter();
-                    None
-                }
-            },
+            SpanKind::Segment => self.next_segment(bytes),
             SpanKind::Reservation => self.reservation.take(),
         };
         addr.map_or(Fed::Choose, Fed::At)
+    }
+
+    /// Once the allocator asks for a segment of another size than was recorded, or still holds what
+    /// the recorded one had given back by then, the rest of the recording means nothing.
+    fn next_segment(&mut self, bytes: u64) -> Option<Addr> {
+        let next = self.segments.next().filter(|next| {
+            let end = next.addr + next.bytes;
+            let below = self.taken.range(..end).next_back();
+            next.bytes == bytes && below.is_none_or(|(_, &taken_to)| taken_to <= next.addr)
+        });
+        match next {
+            Some(segment) => {
+                self.taken.insert(segment.addr, segment.addr + bytes);
+                Some(Addr::new(segment.addr))
+            }
+            None => {
+                self.segments = Vec::new().into_iter();
+                None
+            }
+        }
     }
 }
 

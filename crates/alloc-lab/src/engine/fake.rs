@@ -7,6 +7,7 @@ use alloc_core::TraceAction;
 
 use super::{DriverFigures, Engine, EngineError, Recorded, SegmentView};
 use crate::format::golden::{Block, BlockState, Class, TraceRow};
+use crate::workload::RecordedSegment;
 
 const UNIT: u64 = 2 << 20;
 
@@ -18,6 +19,7 @@ pub(crate) struct Fake {
     live: Vec<Option<Live>>,
     cached: BTreeMap<u64, Vec<u64>>,
     trace: Vec<TraceRow>,
+    taken: Vec<RecordedSegment>,
     driver: DriverFigures,
     reserved: u64,
     active: i64,
@@ -58,6 +60,7 @@ impl Fake {
         self.driver.segments += 1;
         self.driver.stall_ns += 1000;
         self.driver.reserved_peak = self.driver.reserved_peak.max(self.reserved);
+        self.taken.push(RecordedSegment { addr, bytes });
         self.log(TraceAction::SegmentAlloc, addr, bytes, stream);
         Some(addr)
     }
@@ -139,8 +142,8 @@ impl Engine for Fake {
         self.objection.clone()
     }
 
-    fn take_trace(&mut self, out: &mut Vec<TraceRow>) {
-        out.append(&mut self.trace);
+    fn take_segments(&mut self, out: &mut Vec<RecordedSegment>) {
+        out.append(&mut self.taken);
     }
 
     fn segments(&mut self) -> Result<Vec<SegmentView>, EngineError> {
@@ -198,6 +201,10 @@ impl Recorded for Fake {
 
     fn set_expandable(&mut self, _on: bool) -> Result<(), EngineError> {
         Ok(())
+    }
+
+    fn take_trace(&mut self, out: &mut Vec<TraceRow>) {
+        out.append(&mut self.trace);
     }
 
     fn feed_reservation(&mut self, _base: u64) {}

@@ -6,6 +6,7 @@ mod core;
 pub(crate) mod fake;
 
 use crate::format::golden::{Block, Class, TraceRow};
+use crate::workload::RecordedSegment;
 pub use core::CoreEngine;
 
 /// Why an operation failed.
@@ -85,9 +86,9 @@ pub trait Engine {
     /// What the judge of the simulated device has against the allocator; needs a watched engine.
     fn objection(&self) -> Option<String>;
 
-    /// Moves the trace entries since the last call to `out`, oldest first; none if the engine is
-    /// not watched.
-    fn take_trace(&mut self, out: &mut Vec<TraceRow>);
+    /// Moves the segments obtained whole since the last call to `out`, in order; needs a watched
+    /// engine.
+    fn take_segments(&mut self, out: &mut Vec<RecordedSegment>);
 
     /// All segments in order of address.
     ///
@@ -143,6 +144,9 @@ pub trait Recorded: Engine {
     /// # Errors
     /// [`EngineError::Refused`].
     fn set_expandable(&mut self, on: bool) -> Result<(), EngineError>;
+
+    /// Moves the trace entries since the last call to `out`, oldest first.
+    fn take_trace(&mut self, out: &mut Vec<TraceRow>);
 
     /// Sets the base of the next address range that is reserved.
     fn feed_reservation(&mut self, base: u64);

@@ -260,6 +260,10 @@ impl Recording {
                 _ => {}
             }
         }
+        let wraps = |segment: RecordedSegment| segment.addr.checked_add(segment.bytes).is_none();
+        if self.segments().any(wraps) {
+            return Err("a segment beyond the end of the address space".to_owned());
+        }
         Ok(())
     }
 }

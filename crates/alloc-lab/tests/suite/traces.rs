@@ -36,6 +36,9 @@ fn assert_as_recorded(name: &str) {
     assert_eq!(default.feed, Feed::Exact);
     assert_eq!((default.ops, default.requested_peak), (ops, requested));
     assert_eq!(default.driver.reserved_peak, reserved);
+    if name == "rlhf" && cfg!(debug_assertions) {
+        return; // Half a million operations once more take too long without optimisation.
+    }
     let grown = run(name, PolicyName::Pytorch, "expandable_segments:True");
     assert_eq!((grown.feed, grown.driver.reserved_peak), (Feed::Unused, expandable));
 }

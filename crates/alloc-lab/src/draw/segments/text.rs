@@ -35,10 +35,11 @@ fn draw_group(out: &mut String, group: &Group<'_>) {
 }
 
 fn draw_segment(out: &mut String, segment: &SegmentView, cell_bytes: u64) {
-    let (addr, size) = (segment.addr, Bytes(segment.bytes).to_string());
-    let kind = if segment.expandable { "expandable, pages " } else { "" };
-    let pages = if segment.expandable { page_sizes(segment) } else { String::new() };
-    let _ = writeln!(out, "  {addr:#x} {size} {kind}{pages}");
+    let _ = write!(out, "  {:#x} {}", segment.addr, Bytes(segment.bytes));
+    if segment.expandable {
+        let _ = write!(out, ", expandable, pages {}", page_sizes(segment));
+    }
+    out.push('\n');
     let blocks: Vec<char> = cells(segment, cell_bytes).into_iter().map(block_char).collect();
     let ruler = page_ruler(segment, cell_bytes);
     for (i, row) in blocks.chunks(ROW).enumerate() {
@@ -86,13 +87,13 @@ mod tests {
         let expected = "\
 stream 0, large: 2 segments, 60.00 MiB, 23.00 MiB allocated, 8.00 MiB waiting for events, 29.00 MiB \
 free (largest 20.00 MiB); one character is 32.00 KiB
-  0x20000000 20.00 MiB 
+  0x20000000 20.00 MiB
     ################################################################
     ################################................................
 ";
         assert!(text.contains(expected), "{text}");
         assert!(
-            text.contains("  0x90000000 40.00 MiB expandable, pages 2 × 20.00 MiB\n"),
+            text.contains("  0x90000000 40.00 MiB, expandable, pages 2 × 20.00 MiB\n"),
             "{text}"
         );
         assert!(text.starts_with("t at operation 5\n5 segments, 84.00 MiB, "), "{text}");
