@@ -78,7 +78,8 @@ impl Setting {
 #[derive(Debug, Args)]
 pub(super) struct Device {
     /// Memory of the simulated device: bytes, or a number with K, M, G, T (or KiB, MiB, GiB, TiB)
-    /// for powers of 1024, with KB, MB, GB, TB for powers of 1000
+    /// for powers of 1024, with KB, MB, GB, TB for powers of 1000. The default is that of an NVIDIA
+    /// H200
     #[arg(long, value_name = "SIZE", value_parser = parse_capacity, default_value_t = DEFAULT_CAPACITY)]
     pub(super) capacity: u64,
 
