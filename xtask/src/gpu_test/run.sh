@@ -15,6 +15,8 @@ for program in @TESTS@; do
   echo "== $program"
   log=$logs/$program.log
   run=("./$program")
+  # A copy may have lost the permission.
+  [ -x "$program" ] || chmod +x "$program"
   if [ "${program%.py}" != "$program" ]; then
     if ! command -v python3 > /dev/null; then
       echo "skipped: no python3 here"
