@@ -33,7 +33,7 @@ mod tests {
         assert_eq!(from(None, None).expect("defaults").policy, Policy::Ours);
         let config = from(Some("pytorch"), Some("expandable_segments:True")).expect("valid");
         assert_eq!(config.policy, Policy::Pytorch);
-        assert!(config.settings.expandable_segments);
+        assert_eq!(config.settings.expandable_segments, Some(true));
         let error = from(Some("mine"), None).expect_err("unknown");
         assert!(error.starts_with("GPU_ALLOC_POLICY: `mine`"), "{error}");
         let error = from(None, Some("max_split:3")).expect_err("unknown");

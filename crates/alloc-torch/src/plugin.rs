@@ -137,7 +137,7 @@ impl Plugin {
             return;
         }
         used.push(device);
-        if !self.allocator.settings().expandable_segments {
+        if !self.allocator.expandable_segments() {
             return;
         }
         for &other in used.iter().filter(|other| **other != device) {

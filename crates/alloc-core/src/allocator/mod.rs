@@ -539,6 +539,11 @@ impl<B: Backend> CachingAllocator<B> {
         Ok(())
     }
 
+    /// Whether requests use and grow expandable segments now.
+    pub fn expandable_segments(&self) -> bool {
+        self.shared.rules(&self.shared.settings.lock(), false).expandable
+    }
+
     /// Turns expandable segments on or off for later requests (spec §4.9).
     ///
     /// # Errors
