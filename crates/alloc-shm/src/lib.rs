@@ -20,6 +20,9 @@ mod refcount;
 mod space;
 pub mod steps;
 mod sweep;
+#[cfg(test)]
+#[path = "../tests/it/traces.rs"]
+mod traces;
 mod wire;
 
 pub use address::SocketAddress;

@@ -190,7 +190,7 @@ impl Connection {
         deadline: Instant,
     ) -> Result<(Body, Option<OwnedFd>)> {
         loop {
-            if let Some((got, tag, body, fd)) = self.read()? {
+            if let Some(Answer { number: got, tag, body, fd }) = self.read()? {
                 match Reason::of_code(tag)? {
                     _ if got != number && got != 0 => {}
                     Some(reason) => {
@@ -209,8 +209,8 @@ impl Connection {
         }
     }
 
-    /// Reads one reply, if there is one: number, reason, thing, descriptor.
-    fn read(&self) -> Result<Option<(u64, u64, Body, Option<OwnedFd>)>> {
+    /// Reads one reply, if there is one.
+    fn read(&self) -> Result<Option<Answer>> {
         let mut buffer = [0; MESSAGE_MAX + 1];
         let received =
             reach(Step::Receive).and_then(|()| socket::receive(self.socket.as_fd(), &mut buffer));
@@ -232,13 +232,14 @@ impl Connection {
             self.release(body.generation);
             return Err(Error::os("receive", "a thing's descriptor", Errno::EMFILE));
         }
-        Ok(Some((message.number, message.tag, body, packet.descriptors.pop())))
+        let Message { number, tag, .. } = message;
+        Ok(Some(Answer { number, tag, body, fd: packet.descriptors.pop() }))
     }
 
     /// A broker that is full says so before it hangs up.
     fn why_gone(&self, asked: &Body) -> Error {
         match self.read() {
-            Ok(Some((0, tag, ..))) => match Reason::of_code(tag) {
+            Ok(Some(Answer { number: 0, tag, .. })) => match Reason::of_code(tag) {
                 Ok(Some(reason)) => Error::Broker { name: asked.name.clone(), reason },
                 _ => Error::PeerGone,
             },
@@ -251,6 +252,14 @@ impl Connection {
         // From destructors: a broker that is gone, or behind, ends all holds with the connection.
         let _ = self.send(0, Op::Release, &body, None, None);
     }
+}
+
+/// One reply, as it came.
+struct Answer {
+    number: u64,
+    tag: u64,
+    body: Body,
+    fd: Option<OwnedFd>,
 }
 
 fn too_slow() -> Error {

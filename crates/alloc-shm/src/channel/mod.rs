@@ -458,3 +458,6 @@ impl Drop for Loan {
         self.shared.give_back(self.number);
     }
 }
+
+#[cfg(test)]
+mod tests;
