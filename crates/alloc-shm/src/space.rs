@@ -31,7 +31,8 @@ pub(crate) fn reserve_failed(
 fn mount_of(path: &Path) -> String {
     let directory = path.parent().unwrap_or(path);
     let directory = directory.canonicalize().unwrap_or_else(|_| directory.to_owned());
-    let mounts = std::fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
+    // A thread may have a mount namespace of its own.
+    let mounts = std::fs::read_to_string("/proc/thread-self/mountinfo").unwrap_or_default();
     longest_mount(&mounts, &directory).unwrap_or_else(|| directory.display().to_string())
 }
 

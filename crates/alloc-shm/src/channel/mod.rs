@@ -68,6 +68,7 @@ pub struct Channel {
 struct Shared {
     socket: OwnedFd,
     dir: ShmDir,
+    patience: Option<Duration>,
     tx: Mutex<Tx>,
     rx: Mutex<Rx>,
     /// What this end has lent, by the number of the message that lent it.
@@ -204,6 +205,7 @@ impl Channel {
         let shared = Shared {
             socket,
             dir: ShmDir::system(),
+            patience: None,
             tx: Mutex::new(tx),
             rx: Mutex::new(rx),
             lent: Mutex::default(),
@@ -220,8 +222,25 @@ impl Channel {
     ///
     /// If a block received on this channel is still around.
     pub fn with_dir(mut self, dir: ShmDir) -> Channel {
-        Arc::get_mut(&mut self.shared).expect("nothing received yet").dir = dir;
+        self.not_shared_yet().dir = dir;
         self
+    }
+
+    /// How long a send may wait for a peer that is behind. Without this, for ever.
+    ///
+    /// In a ring or a mesh of processes that all send, each must receive from all others while it
+    /// waits for one: give sends little patience, and receive from everyone when it ends.
+    ///
+    /// # Panics
+    ///
+    /// If a block received on this channel is still around.
+    pub fn with_patience(mut self, patience: Duration) -> Channel {
+        self.not_shared_yet().patience = Some(patience);
+        self
+    }
+
+    fn not_shared_yet(&mut self) -> &mut Shared {
+        Arc::get_mut(&mut self.shared).expect("nothing received yet")
     }
 
     /// The next message; waits for it.
@@ -259,9 +278,11 @@ impl Channel {
 
     /// Blocks and names that the peer still has of this end.
     ///
-    /// Counts what has been given back in messages that were read; reading happens in every
-    /// receive, and here.
+    /// Counts what has been given back in messages that were read; reading happens in every send
+    /// and receive, and here. Also sends what this end has to give back, as far as the peer takes
+    /// it.
     pub fn lent(&self) -> usize {
+        self.shared.flush();
         self.shared.read_ahead();
         self.shared.lent.lock().len()
     }
@@ -277,8 +298,7 @@ impl Channel {
             if Instant::now() >= deadline {
                 return Err(Error::Timeout { millis: timeout.as_millis() as u64 });
             }
-            socket::wait(self.shared.socket.as_fd(), false, Some(deadline))
-                .map_err(|errno| Error::os("wait for", "a peer", errno))?;
+            self.shared.wait_to_receive(Some((deadline, timeout)))?;
         }
         Ok(())
     }

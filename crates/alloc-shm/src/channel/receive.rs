@@ -27,7 +27,6 @@ impl Shared {
         self: &Arc<Self>,
         until: Option<(Instant, Duration)>,
     ) -> Result<Received> {
-        self.flush();
         let mut rx = self.rx.lock();
         loop {
             if let Some(received) = rx.inbox.pop_front() {
@@ -42,8 +41,12 @@ impl Shared {
         }
     }
 
-    fn wait_to_receive(&self, until: Option<(Instant, Duration)>) -> Result<()> {
-        let ready = socket::wait(self.socket.as_fd(), false, until.map(|(deadline, _)| deadline))
+    /// Waits until there is something to read, or room for the answers that are due.
+    pub(super) fn wait_to_receive(&self, until: Option<(Instant, Duration)>) -> Result<()> {
+        self.flush();
+        let answers_due = !self.answers.lock().is_empty();
+        let deadline = until.map(|(deadline, _)| deadline);
+        let ready = socket::wait(self.socket.as_fd(), answers_due, deadline)
             .map_err(|errno| Error::os("wait for", "a peer", errno))?;
         match (ready, until) {
             (socket::Ready::TimedOut, Some((_, timeout))) => {

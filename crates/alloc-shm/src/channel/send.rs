@@ -14,8 +14,10 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// All sends wait while the peer is behind. Their errors: [`Error::PeerGone`]; [`Error::Limit`] if
-/// the peer does not read and its own messages fill the memory set aside for them.
+/// All sends wait while the peer is behind, as long as [`with_patience`](Channel::with_patience)
+/// allows. Their errors: [`Error::PeerGone`]; [`Error::Timeout`] when patience ends, with nothing
+/// sent; [`Error::Limit`] if the peer does not read and its own messages fill the memory set aside
+/// for them.
 impl Channel {
     /// Sends the descriptor of a map: the peer gets its own descriptor of the same object.
     ///
@@ -111,7 +113,8 @@ impl Shared {
         self.read_ahead();
         {
             let mut tx = self.tx.lock();
-            let wait = &mut || self.wait_to_send();
+            let deadline = self.patience.map(|patience| Instant::now() + patience);
+            let wait = &mut || self.wait_to_send(deadline);
             self.answer(&mut tx, wait)?;
             self.forget_arenas(&mut tx, wait)?;
             if let Some(Lent::Block(block)) = &lent {
@@ -213,13 +216,19 @@ impl Shared {
 
     /// Waits until the peer has taken something, reading meanwhile what it sends: it may be waiting
     /// for us in just the same way.
-    fn wait_to_send(self: &Arc<Self>) -> Result<()> {
+    fn wait_to_send(self: &Arc<Self>, deadline: Option<Instant>) -> Result<()> {
         if self.read_ahead() >= INBOX_MAX {
             return Err(Error::Limit { what: "messages not received", limit: INBOX_MAX as u64 });
         }
+        let now = Instant::now();
+        if deadline.is_some_and(|deadline| now >= deadline) {
+            let millis = self.patience.map_or(0, |patience| patience.as_millis() as u64);
+            return Err(Error::Timeout { millis });
+        }
         // Another thread may be the one who reads: look again soon in any case.
-        let soon = Instant::now() + Duration::from_millis(10);
-        socket::wait(self.socket.as_fd(), true, Some(soon))
+        let soon = now + Duration::from_millis(10);
+        let until = deadline.map_or(soon, |deadline| deadline.min(soon));
+        socket::wait(self.socket.as_fd(), true, Some(until))
             .map(drop)
             .map_err(|errno| Error::os("wait for", "a peer", errno))
     }

@@ -399,3 +399,42 @@ fn long_notes_and_sockets_of_another_kind_are_refused() {
     let refused = Channel::from_socket(stream.into());
     assert!(matches!(refused, Err(Error::Os { .. })), "{refused:?}");
 }
+
+/// The kernel tells of unread messages at a dead peer before it hands out what the peer had sent.
+#[test]
+fn what_a_peer_sent_is_received_though_it_died_without_reading() {
+    let (here, there) = Channel::pair().unwrap();
+    here.send_note(b"never read", 0).unwrap();
+    there.shared.rx.lock().peer_gone = true; // it reads nothing while it sends
+    for tag in 0..3 {
+        there.send_note(b"last words", tag).unwrap();
+    }
+    drop(there);
+    for tag in 0..3 {
+        assert_eq!(here.receive().unwrap().tag, tag);
+    }
+    assert!(matches!(here.receive(), Err(Error::PeerGone)));
+}
+
+#[test]
+fn patience_ends_with_nothing_sent() {
+    let (here, there) = Channel::pair().unwrap();
+    let here = here.with_patience(Duration::from_millis(2));
+    let arena = Arena::new(1 << 16).unwrap();
+    let block = arena.allocate(1).unwrap().share();
+    let mut sent = 0;
+    let error = loop {
+        match here.send_block(&block, sent) {
+            Ok(()) => sent += 1,
+            Err(error) => break error,
+        }
+    };
+    assert!(matches!(error, Error::Timeout { millis: 2 }), "{error}");
+    assert_eq!(here.lent() as u64, sent);
+    for tag in 0..sent {
+        assert_eq!(there.receive().unwrap().tag, tag);
+    }
+    here.send_block(&block, sent).unwrap();
+    assert_eq!(there.receive().unwrap().tag, sent);
+    here.settle(SOON).unwrap();
+}

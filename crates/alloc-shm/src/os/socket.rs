@@ -110,9 +110,18 @@ const CONTROL_LEN: usize = 64 + DESCRIPTORS_MAX * size_of::<RawFd>();
 
 /// Receives one message; `EAGAIN` if there is none. An end of stream is a packet of length 0.
 ///
+/// A peer that dies with unread messages of ours makes the kernel say `ECONNRESET` once, before it
+/// hands out what the peer had sent: that is passed over, or those messages would be lost.
+pub(crate) fn receive(socket: BorrowedFd<'_>, buffer: &mut [u8]) -> Result<Packet> {
+    match receive_once(socket, buffer) {
+        Err(Errno::ECONNRESET) => receive_once(socket, buffer),
+        result => result,
+    }
+}
+
 /// Written on libc, since nix keeps no hold of the descriptors that did arrive when the kernel
 /// flags that others did not: they would leak.
-pub(crate) fn receive(socket: BorrowedFd<'_>, buffer: &mut [u8]) -> Result<Packet> {
+fn receive_once(socket: BorrowedFd<'_>, buffer: &mut [u8]) -> Result<Packet> {
     let mut control = Control([0; CONTROL_LEN]);
     let mut part = libc::iovec { iov_base: buffer.as_mut_ptr().cast(), iov_len: buffer.len() };
     // SAFETY: `msghdr` is plain data for which all zeroes is a valid, empty value.
