@@ -270,10 +270,8 @@ impl Channel {
     ///
     /// As [`receive`](Channel::receive).
     pub fn try_receive(&self) -> Result<Option<Received>> {
-        match self.receive_timeout(Duration::ZERO) {
-            Err(Error::Timeout { .. }) => Ok(None),
-            result => result.map(Some),
-        }
+        self.shared.flush();
+        self.shared.receive_now(&mut self.shared.rx.lock())
     }
 
     /// Blocks and names that the peer still has of this end.

@@ -29,15 +29,24 @@ impl Shared {
     ) -> Result<Received> {
         let mut rx = self.rx.lock();
         loop {
-            if let Some(received) = rx.inbox.pop_front() {
-                return received;
-            }
-            match self.read(&mut rx)? {
-                Read::Message(received) => return Ok(received),
-                Read::Nothing => continue,
-                Read::Empty => {}
+            if let Some(received) = self.receive_now(&mut rx)? {
+                return Ok(received);
             }
             self.wait_to_receive(until)?;
+        }
+    }
+
+    /// The next message, if it is here.
+    pub(super) fn receive_now(self: &Arc<Self>, rx: &mut Rx) -> Result<Option<Received>> {
+        if let Some(received) = rx.inbox.pop_front() {
+            return received.map(Some);
+        }
+        loop {
+            match self.read(rx)? {
+                Read::Message(received) => return Ok(Some(received)),
+                Read::Nothing => {}
+                Read::Empty => return Ok(None),
+            }
         }
     }
 
