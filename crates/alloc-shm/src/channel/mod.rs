@@ -164,14 +164,14 @@ impl Channel {
         Ok((Self::from_socket(one)?, other))
     }
 
-    /// The end that the parent process put into standard input.
+    /// The end that the parent process put into standard input, which is empty from then on.
     ///
     /// # Errors
     ///
     /// [`Error::Os`] if standard input is no such socket.
     pub fn from_stdin() -> Result<Channel> {
-        let socket = socket::standard_input()
-            .map_err(|errno| Error::os("duplicate", "standard input", errno))?;
+        let socket = socket::take_standard_input()
+            .map_err(|errno| Error::os("take over", "standard input", errno))?;
         Self::from_socket(socket)
     }
 

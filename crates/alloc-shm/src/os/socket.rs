@@ -222,7 +222,11 @@ pub(crate) fn timeout(deadline: Option<Instant>) -> PollTimeout {
     }
 }
 
-/// A copy of the descriptor in `slot` 0 (standard input), where a parent process puts a socket.
-pub(crate) fn standard_input() -> Result<OwnedFd> {
-    std::io::stdin().as_fd().try_clone_to_owned().map_err(errno)
+/// Takes the descriptor that a parent process put into standard input, which is `/dev/null` from
+/// then on: a second descriptor of a socket would hide its end from the peer.
+pub(crate) fn take_standard_input() -> Result<OwnedFd> {
+    let taken = std::io::stdin().as_fd().try_clone_to_owned().map_err(errno)?;
+    let null = std::fs::File::open("/dev/null").map_err(errno)?;
+    nix::unistd::dup2_stdin(&null)?;
+    Ok(taken)
 }

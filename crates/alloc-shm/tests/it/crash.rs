@@ -12,11 +12,12 @@ use crate::traces::{descriptors, mappings};
 use alloc_shm::broker::{Broker, BrokerClient, BrokerThread, Lifetime, Limits, ThingKind};
 use alloc_shm::steps;
 use alloc_shm::{
-    ArenaPool, Channel, Draft, Error, Frozen, Item, MapOptions, NameKind, PoolConfig,
-    ReceivedBlock, SharedMap, ShmDir, SocketAddress, sweep,
+    ArenaPool, Channel, Draft, Error, Frozen, Item, Map, MapOptions, NameKind, PoolConfig,
+    ReadWrite, ReceivedBlock, SharedMap, ShmDir, SocketAddress, sweep,
 };
 use std::cell::Cell;
 use std::collections::BTreeMap;
+use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::process::{Child, Stdio};
 use std::rc::Rc;
@@ -41,7 +42,7 @@ enum Scene {
     Receive,
     /// The victim holds and leaves the survivor's map again and again.
     Hold,
-    /// The victim makes names that it alone would remove.
+    /// The victim sweeps, and makes names that it alone would remove.
     Own,
     /// The victim puts, gets and releases things at the survivor's broker.
     Broker,
@@ -144,16 +145,46 @@ pub(crate) fn victim() {
     let _ = nix::sys::signal::raise(nix::sys::signal::Signal::SIGKILL);
 }
 
+/// How many items the victim has sent, in memory that the survivor has too.
+struct Progress(Map<ReadWrite, OwnedFd>);
+
+impl Progress {
+    /// The survivor sends it before anything else.
+    fn receive(channel: &Channel) -> Self {
+        let Item::Descriptor(incoming) = channel.receive().unwrap().item else { panic!() };
+        Progress(incoming.map().unwrap())
+    }
+
+    fn add_one(&self) {
+        self.0.write_at(0, &(self.sent() + 1).to_le_bytes()).unwrap();
+    }
+
+    fn sent(&self) -> u64 {
+        let mut sent = [0; 8];
+        self.0.read_at(0, &mut sent).unwrap();
+        u64::from_le_bytes(sent)
+    }
+}
+
 impl Scene {
     fn victim(self, channel: &Channel, dir: &ShmDir, seed: u64) -> Vec<Kept> {
-        let tags = (0..4).map(|i| seed * 100 + i);
+        let progress = Progress::receive(channel);
+        let send_all = |send: &dyn Fn(u64)| {
+            (0..SENT_BY_VICTIM).map(|i| seed * 100 + i).for_each(|tag| {
+                send(tag);
+                progress.add_one();
+            });
+        };
         match self {
-            Scene::Descriptors => tags.for_each(|tag| send_descriptor(channel, dir, tag)),
-            Scene::Frozen => tags.for_each(|tag| channel.send_frozen(&frozen(tag), tag).unwrap()),
+            Scene::Descriptors => send_all(&|tag| send_descriptor(channel, dir, tag)),
+            Scene::Frozen => send_all(&|tag| channel.send_frozen(&frozen(tag), tag).unwrap()),
             Scene::Names => {
-                tags.for_each(|tag| channel.send_named(&counted(dir, tag), tag).unwrap());
+                send_all(&|tag| channel.send_named(&counted(dir, tag), tag).unwrap());
             }
-            Scene::Blocks => send_blocks(channel, seed),
+            Scene::Blocks => {
+                let pool = small_pool();
+                send_all(&|tag| send_block(channel, &pool, tag));
+            }
             Scene::Receive => return receive_some(channel, seed),
             Scene::Hold => hold_and_leave(dir),
             Scene::Own => own_names(dir),
@@ -171,15 +202,12 @@ fn send_descriptor(channel: &Channel, dir: &ShmDir, tag: u64) {
     channel.send_descriptor(&map, tag).unwrap();
 }
 
-fn send_blocks(channel: &Channel, seed: u64) {
-    let pool = small_pool();
-    for tag in (0..12).map(|i| seed * 100 + i) {
-        let bytes = content(tag);
-        let mut block = pool.allocate(bytes.len() as u64).unwrap();
-        block.copy_from_slice(&bytes);
-        channel.send_block(&block.share(), tag).unwrap();
-        pool.trim();
-    }
+fn send_block(channel: &Channel, pool: &ArenaPool, tag: u64) {
+    let bytes = content(tag);
+    let mut block = pool.allocate(bytes.len() as u64).unwrap();
+    block.copy_from_slice(&bytes);
+    channel.send_block(&block.share(), tag).unwrap();
+    pool.trim();
 }
 
 /// Receives what the survivor sends, checks it, and keeps every third item.
@@ -197,6 +225,7 @@ fn receive_some(channel: &Channel, seed: u64) -> Vec<Kept> {
 }
 
 const SENT_EACH: u64 = 12;
+const SENT_BY_VICTIM: u64 = 6;
 
 fn hold_and_leave(dir: &ShmDir) {
     let name = dir.labelled(NameKind::Counted, "survivors").unwrap();
@@ -209,6 +238,7 @@ fn hold_and_leave(dir: &ShmDir) {
 }
 
 fn own_names(dir: &ShmDir) {
+    assert!(sweep(dir).unwrap().failed.is_empty());
     for tag in 0..3 {
         let plain = MapOptions::unique(dir).len(5000).map().unwrap();
         let counted = counted(dir, tag);
@@ -353,6 +383,13 @@ impl Survivor {
 
     /// The survivor's part in a scene, until the victim is gone.
     fn play(&mut self, scene: Scene, channel: &Channel) {
+        let memory = MapOptions::memfd("progress").len(8).keep_descriptor().map().unwrap();
+        let progress = Progress(memory);
+        match channel.send_descriptor(&progress.0, 0) {
+            Ok(()) | Err(Error::PeerGone) => {}
+            Err(error) => panic!("{error}"),
+        }
+        let mut next = self.rounds * 100;
         if scene == Scene::Receive {
             self.send_everything(channel);
         }
@@ -368,6 +405,8 @@ impl Survivor {
                 Ok(received) => {
                     let item = Kept::of(received.item);
                     assert!(item.is_whole(received.tag), "{scene:?}: item {}", received.tag);
+                    assert_eq!(received.tag, next, "{scene:?}: every item, in order");
+                    next += 1;
                     self.received += 1;
                     if self.random.below(3) == 0 {
                         self.kept.push((received.tag, item));
@@ -376,6 +415,9 @@ impl Survivor {
                 Err(error) => panic!("{scene:?}: {error}"),
             }
         }
+        let (sent, got) = (progress.sent(), next - self.rounds * 100);
+        // The victim may have died between sending and counting, never the other way round.
+        assert!(got == sent || got == sent + 1, "{scene:?}: {sent} were sent, {got} received");
         assert_eq!(channel.lent(), 0, "{scene:?}: everything is back");
     }
 
@@ -410,6 +452,10 @@ impl Survivor {
     }
 
     fn check_round(&mut self, scene: Scene) {
+        // Sometimes the next victim finds what this one left, and dies while it sweeps.
+        if scene == Scene::Own && self.random.below(2) == 0 {
+            return;
+        }
         let swept = sweep(&self.dir).unwrap();
         assert!(swept.failed.is_empty(), "{scene:?}: {:?}", swept.failed);
         let mine = self.kept.iter().filter(|(_, kept)| matches!(kept, Kept::Named(_))).count();
@@ -508,7 +554,7 @@ pub(crate) fn run(rounds: u64, seed: u64) {
 /// `ALLOC_SHM_KILLS` runs more of them than fit into an ordinary test run.
 #[test]
 fn survivors_lose_nothing_and_keep_nothing_of_the_dead() {
-    let rounds = std::env::var("ALLOC_SHM_KILLS").map_or(80, |kills| kills.parse().unwrap());
+    let rounds = std::env::var("ALLOC_SHM_KILLS").map_or(500, |kills| kills.parse().unwrap());
     let clock = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap();
     let seed = std::env::var("ALLOC_SHM_SEED")
         .map_or(clock.as_nanos() as u64, |seed| seed.parse().unwrap());
