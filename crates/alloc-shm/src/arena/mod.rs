@@ -62,7 +62,11 @@ impl Arena {
     ///
     /// [`Error::NoSpace`], [`Error::NoDescriptor`], [`Error::Mapping`] or [`Error::Os`].
     pub fn new(bytes: u64) -> Result<Self> {
-        let map = MapOptions::memfd("arena").len(bytes).keep_descriptor().map()?;
+        Self::labelled(bytes, "arena")
+    }
+
+    fn labelled(bytes: u64, label: &str) -> Result<Self> {
+        let map = MapOptions::memfd(label).len(bytes).keep_descriptor().map()?;
         let (region, fd) = map.into_region();
         let fd = memfd::publish(fd.as_fd())?;
         let space = Mutex::new(Space::new(bytes));
@@ -181,3 +185,6 @@ impl fmt::Debug for Arena {
             .finish()
     }
 }
+
+#[cfg(test)]
+mod tests;
