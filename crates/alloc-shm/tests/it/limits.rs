@@ -2,9 +2,7 @@
 
 use crate::child::{dir_argument, start, start_with_channel, temporary, test_dir, wait};
 use crate::traces::descriptors;
-use alloc_shm::{
-    Arena, Channel, Draft, Error, Frozen, Item, Map, MapOptions, ReadWrite, SharedMap,
-};
+use alloc_shm::{Arena, Channel, Draft, Error, Item, Map, MapOptions, ReadWrite, SharedMap};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use std::os::fd::OwnedFd;
 use std::process::Stdio;
@@ -155,9 +153,8 @@ pub(crate) fn without_address_space() {
     assert!(is_it, "{error}");
     assert_eq!(all_descriptors(), before);
     std::fs::remove_file(&file).unwrap();
-    let mut small: Vec<Frozen> = Vec::new();
-    small.push(Draft::new(4096).unwrap().freeze().unwrap());
-    assert_eq!(small[0].len(), 4096);
+    let small = Draft::new(4096).unwrap().freeze().unwrap();
+    assert_eq!(small.len(), 4096);
 }
 
 #[test]

@@ -3,6 +3,8 @@
 //! A test never counts descriptors or mappings of its own process without naming the object, since
 //! others run beside it; what must be exact is counted in a process of its own (see `child`).
 
+#![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test, in helpers too")]
+
 mod broker;
 mod child;
 mod crash;
