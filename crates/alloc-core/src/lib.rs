@@ -1,7 +1,33 @@
 //! Backend-generic caching memory allocators.
 #![forbid(unsafe_code)]
 
+mod allocator;
 pub mod backend;
+mod block;
+pub mod config;
+mod directory;
+mod error;
+mod events;
+mod free_index;
+mod handles;
+mod heap;
+mod lock;
+mod pager;
+pub mod size_class;
+pub mod stats;
+mod table;
+pub mod trace;
 mod units;
 
+pub use allocator::{
+    Allocation, BlockSnapshot, BlockStatus, CachingAllocator, Located, SegmentSnapshot, Snapshot,
+    StreamHandle, Violation,
+};
+pub use config::{ConfError, Config, Policy, Settings};
+pub use error::{
+    AddressSpaceLack, AllocError, BackendOp, FreeError, HeapReport, LadderStep, OomReport,
+};
+pub use size_class::SizeClass;
+pub use stats::DeviceStats;
+pub use trace::{TraceAction, TraceEntry, TraceSink};
 pub use units::{Addr, Bytes, DeviceId, PoolId, StreamId, align_up};

@@ -1,0 +1,393 @@
+//! Giving cached memory back to the backend. Runs under the growth lock of the device.
+
+use super::{AllocResult, HeapCell, Shared};
+use crate::backend::{Backend, Refused, Segment, Stream};
+use crate::block::{Block, BlockId, BlockIdx, BlockState};
+use crate::config::Policy;
+use crate::directory::Owner;
+use crate::error::{AllocError, BackendOp};
+use crate::free_index::FreeKey;
+use crate::heap::{Heap, PageRun, Request};
+use crate::pager::Pager;
+use crate::size_class::SizeClass;
+use crate::trace::TraceBuffer;
+use crate::units::{Addr, DeviceId, PoolId};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+/// A free block seen under a heap lock that has been given back since.
+struct Candidate<B: Backend> {
+    cell: Arc<HeapCell<B>>,
+    index: BlockIdx,
+    /// Names the block as it was seen.
+    id: BlockId,
+    key: FreeKey,
+    /// Searches of its pool since it became free.
+    age: u64,
+    split: bool,
+    expandable: bool,
+}
+
+impl<B: Backend> Shared<B> {
+    /// Waits for everything pending on `device`, then gives all its cached memory back.
+    pub(super) fn empty_cache(
+        &self,
+        device: DeviceId,
+        trace: &mut TraceBuffer,
+    ) -> AllocResult<(), B> {
+        let _growth = self.devices[device.index()].growth.lock();
+        self.wait_for_events(device, trace)?;
+        self.release_cached(device, trace)
+    }
+
+    /// Waits for every pending event of the blocks of a device and frees those blocks.
+    pub(super) fn wait_for_events(
+        &self,
+        device: DeviceId,
+        trace: &mut TraceBuffer,
+    ) -> AllocResult<(), B> {
+        let device = &self.devices[device.index()];
+        device.counters.lock().num_sync_all_streams += 1;
+        for stream in device.events.streams() {
+            while let Some(head) = device.events.take_head(stream) {
+                if let Err(source) = self.backend.wait(&head.event) {
+                    device.events.put_back(stream, head);
+                    return Err(AllocError::Backend { op: BackendOp::Wait, source });
+                }
+                device.events.finish_head(stream);
+                self.settle(head.heap, head.block, trace);
+            }
+        }
+        Ok(())
+    }
+
+    /// Gives all cached memory of the default pool back: the large class first; in each class the
+    /// segments obtained whole first, by stream, size and address (spec §2.10).
+    pub(super) fn release_cached(
+        &self,
+        device: DeviceId,
+        trace: &mut TraceBuffer,
+    ) -> AllocResult<(), B> {
+        if let Some(paging) = &self.paging {
+            paging.pager().tidy(device);
+        }
+        for class in [SizeClass::Large, SizeClass::Small] {
+            self.release_class(device, PoolId::DEFAULT, class, trace)?;
+        }
+        Ok(())
+    }
+
+    fn release_class(
+        &self,
+        device: DeviceId,
+        pool: PoolId,
+        class: SizeClass,
+        trace: &mut TraceBuffer,
+    ) -> AllocResult<(), B> {
+        let free = self.free_blocks(device, pool, class);
+        for block in free.iter().filter(|block| !block.expandable && !block.split) {
+            self.release_whole(block, trace)?;
+        }
+        let Some(paging) = &self.paging else { return Ok(()) };
+        for block in free.iter().filter(|block| block.expandable) {
+            self.release_pages(paging.pager(), block, trace)?;
+        }
+        Ok(())
+    }
+
+    /// All free blocks of one class of a pool, by stream, size and address.
+    fn free_blocks(&self, device: DeviceId, pool: PoolId, class: SizeClass) -> Vec<Candidate<B>> {
+        let mut found = Vec::new();
+        for cell in self.devices[device.index()].heaps_of(pool) {
+            let state = cell.state.lock();
+            let heap = &state.body.heap;
+            let searches = heap.pool.searches(class);
+            for (_, index) in heap.classes[class.index()].free.iter() {
+                let block = &heap.blocks[index];
+                found.push(Candidate {
+                    cell: Arc::clone(&cell),
+                    index,
+                    id: heap.blocks.id(index),
+                    key: block.key(),
+                    age: searches - block.free_since,
+                    split: block.is_split(),
+                    expandable: block.expandable,
+                });
+            }
+        }
+        found
+    }
+
+    /// Gives one cached segment back, unless it was taken meanwhile. Returns the bytes freed.
+    fn release_whole(&self, block: &Candidate<B>, trace: &mut TraceBuffer) -> AllocResult<u64, B> {
+        let cell = &*block.cell;
+        let Some(token) = self.take_segment(block) else { return Ok(0) };
+        let (base, bytes) = (token.base(), token.bytes());
+        let device = &self.devices[cell.device.index()];
+        match self.backend.release(token) {
+            Ok(()) => {
+                device.reserved.fetch_sub(bytes, Ordering::Relaxed);
+                device.counters.lock().num_device_free += 1;
+                self.edit(cell, trace, |body, ledger| body.heap.forget_whole(block.index, ledger));
+                Ok(bytes)
+            }
+            Err(Refused { value, error }) => {
+                let mut state = cell.state.lock();
+                let segment = state.body.heap.blocks[block.index].segment;
+                let owner = Owner { heap: cell.index, segment };
+                self.directory.register(base, bytes, owner);
+                state.body.tokens.insert(segment, value);
+                state.body.heap.restore_free(block.index);
+                Err(AllocError::Backend { op: BackendOp::Release, source: error })
+            }
+        }
+    }
+
+    /// Takes a cached segment out of its heap. From here on nobody finds its address, so the backend
+    /// may hand it out again the moment it has it back.
+    fn take_segment(&self, block: &Candidate<B>) -> Option<B::Segment> {
+        let mut state = block.cell.state.lock();
+        let body = &mut state.body;
+        let current = unchanged(&body.heap, block).filter(|current| !current.is_split())?;
+        let segment = current.segment;
+        let token = body.tokens.remove(&segment)?;
+        body.heap.remove_free(block.index);
+        self.directory.unregister(token.base(), token.bytes());
+        Some(token)
+    }
+
+    /// Unmaps the whole pages of a cached block of an expandable segment, after waiting for its
+    /// stream: unmapping, unlike cudaFree, does not wait by itself.
+    fn release_pages(
+        &self,
+        pager: &dyn Pager<B::Error>,
+        block: &Candidate<B>,
+        trace: &mut TraceBuffer,
+    ) -> AllocResult<(), B> {
+        let cell = &*block.cell;
+        let Some((run, base)) = self.take_pages(pager, block) else { return Ok(()) };
+        if let Err(error) = self.synchronize(&cell.stream) {
+            self.directory_register(cell, &run, run.bytes);
+            cell.state.lock().body.heap.restore_free(block.index);
+            return Err(error);
+        }
+        let unmapped = pager.unmap(base, run.addr, run.bytes);
+        if unmapped.bytes < run.bytes {
+            let rest = PageRun {
+                addr: run.addr + unmapped.bytes,
+                bytes: run.bytes - unmapped.bytes,
+                ..run
+            };
+            self.directory_register(cell, &rest, rest.bytes);
+        }
+        if unmapped.bytes == 0 {
+            cell.state.lock().body.heap.restore_free(block.index);
+        } else {
+            self.book_unmapped(pager, block, PageRun { bytes: unmapped.bytes, ..run }, trace)?;
+        }
+        match unmapped.error {
+            None => Ok(()),
+            Some(error) => Err(AllocError::Backend { op: error.op, source: error.source }),
+        }
+    }
+
+    fn directory_register(&self, cell: &HeapCell<B>, run: &PageRun, bytes: u64) {
+        let owner = Owner { heap: cell.index, segment: run.segment };
+        self.directory.register(run.addr, bytes, owner);
+    }
+
+    /// Takes a cached block with whole pages in it out of the free index.
+    fn take_pages(
+        &self,
+        pager: &dyn Pager<B::Error>,
+        block: &Candidate<B>,
+    ) -> Option<(PageRun, Addr)> {
+        let mut state = block.cell.state.lock();
+        let heap = &mut state.body.heap;
+        unchanged(heap, block)?;
+        let run = heap.plan_unmap(block.index)?;
+        let base = heap.segments[run.segment].base;
+        let (addr, bytes) = pager.whole_pages(base, run.addr, run.bytes)?;
+        let run = PageRun { addr, bytes, ..run };
+        heap.remove_free(block.index);
+        self.directory.unregister(run.addr, run.bytes);
+        Some((run, base))
+    }
+
+    fn book_unmapped(
+        &self,
+        pager: &dyn Pager<B::Error>,
+        block: &Candidate<B>,
+        run: PageRun,
+        trace: &mut TraceBuffer,
+    ) -> AllocResult<(), B> {
+        let cell = &*block.cell;
+        let device = &self.devices[cell.device.index()];
+        device.reserved.fetch_sub(run.bytes, Ordering::Relaxed);
+        device.counters.lock().num_device_free += 1;
+        let (hole, empty) = self.edit(cell, trace, |body, ledger| {
+            let hole = body.heap.commit_unmap(block.index, &run, ledger);
+            (hole, !body.heap.blocks[hole].is_split())
+        });
+        if !empty {
+            return Ok(());
+        }
+        // Nothing is left of the segment but address space. Holes change under the growth lock only,
+        // so it is still one hole when the address space is gone.
+        let base = cell.state.lock().body.heap.segments[run.segment].base;
+        pager
+            .unreserve(base)
+            .map_err(|error| AllocError::Backend { op: error.op, source: error.source })?;
+        cell.state.lock().body.heap.forget_reservation(hole);
+        Ok(())
+    }
+
+    /// Waits for everything queued on a stream so far.
+    pub(super) fn synchronize(&self, stream: &B::Stream) -> AllocResult<(), B> {
+        let event = self
+            .backend
+            .record(stream)
+            .map_err(|source| AllocError::Backend { op: BackendOp::Record, source })?;
+        self.backend
+            .wait(&event)
+            .map_err(|source| AllocError::Backend { op: BackendOp::Wait, source })
+    }
+
+    /// With `max_split_size` set: gives back the one smallest oversize block that makes room, or
+    /// several, largest first (spec §2.10). Returns whether enough was freed.
+    pub(super) fn release_oversize(
+        &self,
+        cell: &HeapCell<B>,
+        request: &Request,
+        trace: &mut TraceBuffer,
+    ) -> AllocResult<bool, B> {
+        let Some(max_split) = cell.state.lock().body.heap.rules.max_split_bytes else {
+            return Ok(false);
+        };
+        let wanted = request.rounded.max(max_split);
+        let free: Vec<_> = self
+            .free_blocks(cell.device, cell.pool, request.class)
+            .into_iter()
+            .filter(|block| block.cell.index == cell.index)
+            .collect();
+        let enough = free.partition_point(|block| block.key.bytes < wanted);
+        if let Some(block) = free.get(enough).filter(|block| !block.expandable) {
+            return Ok(self.release_whole(block, trace)? > 0);
+        }
+        let mut freed = 0;
+        let several = free[..enough].iter().rev().take_while(|block| block.key.bytes >= max_split);
+        for block in several.filter(|block| !block.expandable && !block.split) {
+            if freed >= wanted {
+                break;
+            }
+            freed += self.release_whole(block, trace)?;
+        }
+        Ok(freed >= wanted)
+    }
+
+    /// With `garbage_collection_threshold` set: gives back cached segments of the default pool's
+    /// large class that are at least of average age, until the device is below the threshold (spec
+    /// §2.9). Returns whether anything was freed.
+    pub(super) fn collect_garbage(
+        &self,
+        cell: &HeapCell<B>,
+        request: &Request,
+        trace: &mut TraceBuffer,
+    ) -> AllocResult<bool, B> {
+        let Some(excess) = self.garbage_excess(cell, request) else { return Ok(false) };
+        let mut candidates = self.free_blocks(cell.device, PoolId::DEFAULT, SizeClass::Large);
+        candidates.retain(|block| !block.split);
+        let mut count = candidates.len() as u64;
+        let mut total_age: f64 = candidates.iter().map(|block| block.age as f64).sum();
+        candidates.retain(|block| !block.expandable);
+        let mut freed = 0;
+        let mut progress = true;
+        while freed < excess && progress && count > 0 {
+            let average = total_age / count as f64;
+            progress = false;
+            let mut kept = Vec::new();
+            for block in candidates {
+                if (block.age as f64) < average {
+                    kept.push(block);
+                    continue;
+                }
+                freed += self.release_whole(&block, trace)?;
+                total_age -= block.age as f64;
+                count -= 1;
+                progress = true;
+            }
+            candidates = kept;
+        }
+        Ok(freed > 0)
+    }
+
+    /// Bytes above the collection threshold, if any.
+    fn garbage_excess(&self, cell: &HeapCell<B>, request: &Request) -> Option<u64> {
+        let device = &self.devices[cell.device.index()];
+        let fraction = self.settings.lock().gc_threshold?;
+        let (whole, reserved) = match (device.limit(), self.policy) {
+            (Some(limit), Policy::Pytorch) => (limit, device.reserved()),
+            (None, Policy::Pytorch) => return None,
+            // Without a limit the threshold is a fraction of the device, and what is about to be
+            // obtained counts.
+            (limit, Policy::Ours) => {
+                let growth = self.segment_bytes(cell, request);
+                (limit.unwrap_or(device.total), device.reserved() + growth)
+            }
+        };
+        let threshold = (fraction * whole as f64) as u64;
+        reserved.checked_sub(threshold).filter(|excess| *excess > 0)
+    }
+}
+
+/// The listed block, if it is still as it was.
+fn unchanged<'a, B: Backend>(heap: &'a Heap, seen: &Candidate<B>) -> Option<&'a Block> {
+    let block = &heap.blocks[heap.blocks.resolve(seen.id)?];
+    let same = block.state == BlockState::Free && block.key() == seen.key;
+    same.then_some(block)
+}
+
+impl<B: Backend> Drop for Shared<B> {
+    /// Best effort and quiet: a backend that is gone has taken everything with it. Memory under work
+    /// that cannot be waited for is left with the backend, not taken from under it.
+    fn drop(&mut self) {
+        if !self.wait_for_all_work() {
+            std::mem::forget(self.paging.take());
+            return;
+        }
+        for cell in self.heaps.iter() {
+            let tokens = std::mem::take(&mut cell.state.lock().body.tokens);
+            let mut tokens: Vec<_> = tokens.into_values().collect();
+            tokens.sort_by_key(Segment::base);
+            for token in tokens {
+                let _ = self.backend.release(token);
+            }
+        }
+    }
+}
+
+impl<B: Backend> Shared<B> {
+    /// Waits for all work that may use any block: what is pending, what runs on the streams of
+    /// the heaps, what was recorded for blocks that are still live. Returns whether none is left.
+    fn wait_for_all_work(&self) -> bool {
+        let mut done = true;
+        let mut note = |result: AllocResult<(), B>| {
+            done &= result.map_or_else(|error| error.is_device_lost(), |()| true);
+        };
+        for index in 0..self.devices.len() {
+            let device = DeviceId::new(index as u16);
+            note(self.wait_for_events(device, &mut TraceBuffer::new(false)));
+        }
+        for cell in self.heaps.iter() {
+            note(self.synchronize(&cell.stream));
+            let uses = std::mem::take(&mut cell.state.lock().body.uses);
+            let mut used: Vec<_> = uses.into_values().flatten().collect();
+            used.sort_by_key(Stream::id);
+            used.dedup_by_key(|stream| stream.id());
+            for stream in used {
+                note(self.synchronize(&stream));
+            }
+        }
+        done
+    }
+}

@@ -1,0 +1,165 @@
+//! The segments of a heap, and where the blocks handed out start in them.
+
+use crate::block::BlockIdx;
+use crate::size_class::{BLOCK_BYTES_MIN, SMALL_BYTES_MAX, SizeClass};
+use crate::units::Addr;
+
+/// Names a segment of one heap.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub(crate) struct SegmentId(u32);
+
+impl SegmentId {
+    pub(crate) const fn new(raw: u32) -> Self {
+        SegmentId(raw)
+    }
+
+    pub(crate) const fn get(self) -> u32 {
+        self.0
+    }
+
+    pub(crate) const fn index(self) -> usize {
+        self.0 as usize
+    }
+}
+
+/// How a segment is backed.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum SegmentKind {
+    /// Obtained and given back whole.
+    Whole,
+    /// A reservation that is backed page by page, pages counted from its base.
+    Expandable { page_bytes: u64 },
+}
+
+/// A segment: a span of addresses that its blocks tile exactly.
+#[derive(Debug)]
+pub(crate) struct SegmentInfo {
+    pub(crate) base: Addr,
+    pub(crate) bytes: u64,
+    pub(crate) class: SizeClass,
+    pub(crate) kind: SegmentKind,
+    /// The block at `base`. Splits keep the low part's place and merges the lower block's, so this
+    /// never changes.
+    pub(crate) head: BlockIdx,
+    /// The blocks handed out, by where they start. One entry for each place where one can: at every
+    /// quantum in the small class; in the large one, whose blocks are larger than that, in every
+    /// [`SMALL_BYTES_MAX`] bytes.
+    live: Vec<Option<BlockIdx>>,
+}
+
+impl SegmentInfo {
+    pub(crate) const fn new(
+        base: Addr,
+        bytes: u64,
+        class: SizeClass,
+        kind: SegmentKind,
+        head: BlockIdx,
+    ) -> Self {
+        SegmentInfo { base, bytes, class, kind, head, live: Vec::new() }
+    }
+
+    pub(crate) const fn is_expandable(&self) -> bool {
+        matches!(self.kind, SegmentKind::Expandable { .. })
+    }
+
+    /// Makes room for live blocks in the first `bytes` of the segment.
+    pub(crate) fn prepare(&mut self, bytes: u64) {
+        let places = bytes.div_ceil(self.place_bytes()) as usize;
+        if self.live.len() < places {
+            self.live.resize(places, None);
+        }
+    }
+
+    const fn place_bytes(&self) -> u64 {
+        match self.class {
+            SizeClass::Small => BLOCK_BYTES_MIN,
+            SizeClass::Large => SMALL_BYTES_MAX,
+        }
+    }
+
+    #[inline]
+    fn place(&self, addr: Addr) -> usize {
+        let offset = addr - self.base;
+        // Both divisors are constants, so that this is a shift.
+        (match self.class {
+            SizeClass::Small => offset / BLOCK_BYTES_MIN,
+            SizeClass::Large => offset / SMALL_BYTES_MAX,
+        }) as usize
+    }
+
+    /// Remembers that the block at `addr` is handed out.
+    #[inline]
+    pub(crate) fn add_live(&mut self, addr: Addr, block: BlockIdx) {
+        let place = self.place(addr);
+        self.live[place] = Some(block);
+    }
+
+    /// Forgets the block at `addr`.
+    #[inline]
+    pub(crate) fn remove_live(&mut self, addr: Addr) {
+        let place = self.place(addr);
+        self.live[place] = None;
+    }
+
+    /// The block handed out whose place `addr` falls in; it may start elsewhere in that place.
+    pub(crate) fn live_near(&self, addr: Addr) -> Option<BlockIdx> {
+        *self.live.get(self.place(addr))?
+    }
+}
+
+/// The segments of a heap, by id. Ids of segments given back are used again.
+#[derive(Debug, Default)]
+pub(crate) struct SegmentTable {
+    slots: Vec<Option<SegmentInfo>>,
+    vacant: Vec<SegmentId>,
+}
+
+impl SegmentTable {
+    /// The id that the next [`insert`](Self::insert) gives.
+    pub(crate) fn next_id(&self) -> SegmentId {
+        let next = || SegmentId(u32::try_from(self.slots.len()).expect("fewer than 2^32 segments"));
+        self.vacant.last().copied().unwrap_or_else(next)
+    }
+
+    pub(crate) fn insert(&mut self, id: SegmentId, segment: SegmentInfo) {
+        debug_assert_eq!(id, self.next_id());
+        if self.vacant.pop().is_none() {
+            self.slots.push(None);
+        }
+        self.slots[id.index()] = Some(segment);
+    }
+
+    pub(crate) fn remove(&mut self, id: SegmentId) -> SegmentInfo {
+        let segment = self.slots[id.index()].take().expect("I10: segment id names a segment");
+        self.vacant.push(id);
+        segment
+    }
+
+    pub(crate) fn get(&self, id: SegmentId) -> Option<&SegmentInfo> {
+        self.slots.get(id.index())?.as_ref()
+    }
+
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (SegmentId, &SegmentInfo)> {
+        self.slots
+            .iter()
+            .enumerate()
+            .filter_map(|(index, slot)| Some((SegmentId(index as u32), slot.as_ref()?)))
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.slots.len() == self.vacant.len()
+    }
+}
+
+impl std::ops::Index<SegmentId> for SegmentTable {
+    type Output = SegmentInfo;
+    fn index(&self, id: SegmentId) -> &SegmentInfo {
+        self.get(id).expect("I10: segment id names a segment")
+    }
+}
+
+impl std::ops::IndexMut<SegmentId> for SegmentTable {
+    fn index_mut(&mut self, id: SegmentId) -> &mut SegmentInfo {
+        self.slots[id.index()].as_mut().expect("I10: segment id names a segment")
+    }
+}
