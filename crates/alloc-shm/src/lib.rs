@@ -33,7 +33,7 @@ pub use channel::{Channel, Incoming, Item, Listener, Received, ReceivedBlock};
 pub use error::{Error, Refusal, Result};
 pub use map::{
     Access, CopyOnWrite, Create, Descriptor, File, FlagMap, FlagTarget, Flags, HasName, Map,
-    MapOptions, MayExist, Memfd, Named, ReadOnly, ReadWrite, Writable,
+    MapOptions, MayExist, Memfd, Named, ReadOnly, ReadWrite, Unique, Writable,
 };
 pub use memfd::{Draft, Frozen};
 pub use name::{Maker, Name, NameKind, ShmDir};

@@ -8,7 +8,7 @@ mod options;
 pub(crate) mod plan;
 
 pub use flags::{FlagMap, FlagTarget, Flags};
-pub use options::{Descriptor, File, HasName, MapOptions, MayExist, Memfd, Named};
+pub use options::{Descriptor, File, HasName, MapOptions, MayExist, Memfd, Named, Unique};
 pub use plan::Create;
 
 use crate::error::{Error, Result};

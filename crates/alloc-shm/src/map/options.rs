@@ -15,6 +15,9 @@ pub enum File {}
 /// A name of shared memory.
 #[derive(Debug)]
 pub enum Named {}
+/// A name of shared memory that nobody has had before.
+#[derive(Debug)]
+pub enum Unique {}
 /// A descriptor that came from elsewhere.
 #[derive(Debug)]
 pub enum Descriptor {}
@@ -124,7 +127,9 @@ impl MapOptions<Named, ReadWrite> {
     pub fn shared_memory(dir: &ShmDir, name: &Name) -> Self {
         Self::new(Source::Named(dir.path_of(name)), Create::IfMissing)
     }
+}
 
+impl MapOptions<Unique, ReadWrite> {
     /// New shared memory under a name that nobody else has.
     pub fn unique(dir: &ShmDir) -> Self {
         Self::new(Source::Unique(dir.clone()), Create::Exclusive)
@@ -171,6 +176,7 @@ impl MapOptions<Memfd, ReadWrite> {
 pub trait HasName {}
 impl HasName for File {}
 impl HasName for Named {}
+impl HasName for Unique {}
 
 /// A source that may exist already.
 pub trait MayExist {}
@@ -179,18 +185,18 @@ impl MayExist for Named {}
 impl MayExist for Descriptor {}
 
 impl<S: HasName, D> MapOptions<S, ReadWrite, D> {
-    /// Whether the name may, must or must not be new. For [`unique`](Self::unique) it always is.
-    pub fn create(mut self, create: Create) -> Self {
-        if !matches!(self.plan.source, Source::Unique(_)) {
-            self.plan.create = create;
-        }
-        self
-    }
-
     /// Removes the name right after mapping. The bytes live on as long as anyone maps them or has a
     /// descriptor.
     pub fn unlink_at_once(mut self) -> Self {
         self.plan.unlink = true;
+        self
+    }
+}
+
+impl<S: HasName + MayExist, D> MapOptions<S, ReadWrite, D> {
+    /// Whether the name may, must or must not be new.
+    pub fn create(mut self, create: Create) -> Self {
+        self.plan.create = create;
         self
     }
 }

@@ -1,6 +1,6 @@
 //! Brokers: in a thread, in a process, full, and killed.
 
-use alloc_shm::broker::{Broker, BrokerClient, Lifetime, Limits, Reason, ThingKind};
+use alloc_shm::broker::{Broker, BrokerClient, BrokerStats, Lifetime, Limits, Reason, ThingKind};
 use alloc_shm::{Arena, Draft, Error, Frozen, MapOptions, SocketAddress};
 use std::io::{BufRead, BufReader};
 use std::os::fd::AsFd;
@@ -29,10 +29,14 @@ fn reason<T: std::fmt::Debug>(result: alloc_shm::Result<T>) -> Reason {
 
 /// Waits until the broker has heard of what its clients did without asking.
 fn until(client: &BrokerClient, things: u64, holds: u64) {
+    until_it_has(client, |stats| (stats.things, stats.holds) == (things, holds));
+}
+
+fn until_it_has(client: &BrokerClient, it_has: impl Fn(BrokerStats) -> bool) {
     let deadline = Instant::now() + Duration::from_secs(10);
     loop {
         let stats = client.stats().unwrap();
-        if (stats.things, stats.holds) == (things, holds) {
+        if it_has(stats) {
             return;
         }
         assert!(Instant::now() < deadline, "{stats:?}");
@@ -109,7 +113,7 @@ fn limits_refuse_and_change_nothing() {
     assert_eq!((stats.clients, stats.things, stats.bytes, stats.holds), (2, 3, 4020, 3));
     drop(one);
     drop((_a, _b));
-    until(&two, 1, 1);
+    until_it_has(&two, |stats| (stats.clients, stats.things) == (1, 1));
     let four = BrokerClient::connect(&address).unwrap();
     assert_eq!(four.stats().unwrap().clients, 2, "there is room again");
 }
