@@ -155,9 +155,7 @@ mod tests {
 
     #[test]
     fn long_addresses_are_an_error_and_not_cut() {
-        let long = SocketAddress::Path("/tmp".to_owned().into());
-        let SocketAddress::Path(path) = &long else { unreachable!() };
-        let long = SocketAddress::Path(path.join("x".repeat(110)));
+        let long = SocketAddress::Path("x".repeat(110).into());
         assert!(matches!(Bound::new(&long), Err(Error::Name { .. })));
         let long = SocketAddress::Abstract("x".repeat(110));
         assert!(matches!(connect(&long), Err(Error::Name { .. })));
