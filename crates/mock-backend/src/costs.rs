@@ -15,6 +15,7 @@ struct BySize([(u64, u64); 3]);
 // gave).
 const CREATE: BySize = BySize([(2 * MIB, 10_000), (128 * MIB, 13_000), (2048 * MIB, 37_500)]);
 const MAP: BySize = BySize([(2 * MIB, 700), (128 * MIB, 1_000), (2048 * MIB, 3_000)]);
+// For one mapping; a run of n costs n times as much (`docs/measurements/`).
 const SET_ACCESS: BySize = BySize([(2 * MIB, 26_000), (128 * MIB, 31_000), (2048 * MIB, 90_000)]);
 const UNMAP: BySize = BySize([(2 * MIB, 16_000), (128 * MIB, 19_000), (2048 * MIB, 38_000)]);
 const DESTROY: BySize = BySize([(2 * MIB, 12_000), (128 * MIB, 60_000), (2048 * MIB, 850_000)]);

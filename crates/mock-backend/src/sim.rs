@@ -52,7 +52,14 @@ impl Sim {
             return Err(MockError::new(info.call, ErrorKind::DeviceLost, "the driver is gone"));
         }
         self.operation += 1;
-        let ns = call_ns(info.call, info.bytes);
+        let ns = match info.call {
+            // The driver works mapping by mapping, however long the run.
+            Call::SetAccess => {
+                let mappings = self.memory.mappings_in(info.addr, info.bytes);
+                mappings.map(|bytes| call_ns(info.call, bytes)).sum()
+            }
+            _ => call_ns(info.call, info.bytes),
+        };
         self.costs.add(info.call, ns);
         self.streams.now_ns += ns;
         self.streams.settle();
