@@ -2,6 +2,8 @@
 #![forbid(unsafe_code)]
 
 pub mod backend;
+pub mod host;
+mod sync;
 mod units;
 
 pub use units::{Addr, Bytes, DeviceId, PoolId, StreamId, align_up};
