@@ -1,9 +1,31 @@
 //! Backend-generic caching memory allocators.
 #![forbid(unsafe_code)]
 
+mod allocator;
 pub mod backend;
 pub mod host;
 mod sync;
+mod block;
+pub mod config;
+mod directory;
+mod error;
+mod events;
+mod free_index;
+mod heap;
+mod pager;
+pub mod size_class;
+pub mod stats;
+mod table;
+pub mod trace;
 mod units;
 
+pub use allocator::{
+    Allocation, BlockSnapshot, BlockStatus, CachingAllocator, Located, SegmentSnapshot, Snapshot,
+    StreamHandle, Violation,
+};
+pub use config::{ConfError, Config, Policy, Settings};
+pub use error::{AllocError, BackendOp, FreeError, HeapReport, LadderStep, OomReport};
+pub use size_class::SizeClass;
+pub use stats::DeviceStats;
+pub use trace::{TraceAction, TraceEntry, TraceSink};
 pub use units::{Addr, Bytes, DeviceId, PoolId, StreamId, align_up};

@@ -1,2 +1,42 @@
-//! A deterministic simulated GPU that judges caching allocators.
+#![doc = include_str!("../README.md")]
 #![forbid(unsafe_code)]
+
+mod addresses;
+mod backend;
+mod builder;
+mod call;
+mod captures;
+mod clock;
+mod costs;
+mod driver;
+mod error;
+mod event;
+mod faults;
+mod judge;
+mod judged;
+mod memory;
+mod ranges;
+mod rng;
+mod sim;
+mod streams;
+mod violation;
+
+pub mod model;
+#[cfg(any(test, feature = "proptest"))]
+pub mod strategy;
+pub mod workload;
+
+pub use addresses::{Fed, Feed, Placement, SpanKind, recorded_segments};
+pub use backend::{Judge, MockBackend};
+pub use builder::Builder;
+pub use call::{Call, CallInfo, LogEntry};
+pub use captures::{CaptureError, CaptureMode, Graph};
+pub use costs::{Costs, call_ns};
+pub use error::MockError;
+pub use event::MockEvent;
+pub use faults::Fault;
+pub use judged::{Judged, Subject};
+pub use memory::{MockPage, MockReservation, MockSegment};
+pub use rng::Rng;
+pub use streams::{MockStream, Work};
+pub use violation::{Leaks, Rule, Violation};

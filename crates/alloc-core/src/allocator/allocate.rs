@@ -1,0 +1,134 @@
+//! A request, from the call to the block: the hit path in full, the miss up to the ladder.
+
+use super::{AllocResult, Allocation, HeapBody, HeapCell, Shared};
+use crate::backend::{Backend, Completion, Stream};
+use crate::block::BlockId;
+use crate::error::{AllocError, BackendOp};
+use crate::heap::{Ledger, Request};
+use crate::size_class::{REQUEST_BYTES_MAX, SizeClass};
+use crate::trace::TraceBuffer;
+use crate::units::{Addr, DeviceId};
+
+/// A block that was just handed out.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct HandedOut {
+    id: BlockId,
+    addr: Addr,
+    bytes: u64,
+}
+
+impl<B: Backend> Shared<B> {
+    pub(super) fn allocate(
+        &self,
+        cell: &HeapCell<B>,
+        requested: u64,
+    ) -> AllocResult<Allocation, B> {
+        if requested >= REQUEST_BYTES_MAX {
+            return Err(AllocError::TooLarge { requested });
+        }
+        if requested == 0 {
+            return Ok(self.allocation(cell, requested, None));
+        }
+        let mut op = self.begin();
+        self.process_events(cell.device, &mut op.trace)?;
+        let found =
+            self.edit(cell, &mut op.trace, |body, ledger| body.serve_cached(requested, ledger));
+        let block = match found {
+            Ok(block) => block,
+            Err(request) => self.climb(cell, &request, &mut op)?,
+        };
+        Ok(self.allocation(cell, requested, Some(block)))
+    }
+
+    fn allocation(
+        &self,
+        cell: &HeapCell<B>,
+        requested: u64,
+        block: Option<HandedOut>,
+    ) -> Allocation {
+        Allocation {
+            addr: block.map_or(Addr::NULL, |block| block.addr),
+            bytes: block.map_or(0, |block| block.bytes),
+            requested,
+            stream: cell.stream.id(),
+            block: block.map(|block| block.id),
+            heap: cell.index,
+            allocator: self.id,
+        }
+    }
+
+    /// Frees the blocks of a device whose events are reached, in the order of the queue. Never
+    /// waits.
+    pub(super) fn process_events(
+        &self,
+        device: DeviceId,
+        trace: &mut TraceBuffer,
+    ) -> AllocResult<(), B> {
+        let events = &self.devices[device.index()].events;
+        if events.is_empty() {
+            return Ok(());
+        }
+        for stream in events.streams() {
+            while let Some(head) = events.take_head(stream) {
+                match self.backend.query(&head.event) {
+                    Ok(Completion::Reached) => {
+                        events.finish_head(stream);
+                        self.settle(head.heap, head.block, trace);
+                    }
+                    Ok(Completion::Pending) => {
+                        events.put_back(stream, head);
+                        break;
+                    }
+                    Err(source) => {
+                        events.put_back(stream, head);
+                        return Err(AllocError::Backend { op: BackendOp::Query, source });
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// One event of a block is reached.
+    pub(super) fn settle(&self, heap: u32, block: BlockId, trace: &mut TraceBuffer) {
+        let cell = self.heaps.get(heap).expect("I10: a pending block names a heap");
+        self.edit(cell, trace, |body, ledger| body.heap.event_reached(block, ledger));
+    }
+}
+
+impl<B: Backend> HeapBody<B> {
+    /// Serves a request of `requested` bytes from the free index, or describes what is missing.
+    fn serve_cached(
+        &mut self,
+        requested: u64,
+        ledger: &mut Ledger<'_>,
+    ) -> Result<HandedOut, Request> {
+        let rounded = self.heap.rules.round(requested);
+        let class = SizeClass::of(rounded);
+        let expandable = self.heap.rules.expandable;
+        let request = Request { requested, rounded, class, expandable };
+        self.serve(&request, ledger).ok_or(request)
+    }
+
+    /// Serves a request from the free index.
+    pub(super) fn serve(
+        &mut self,
+        request: &Request,
+        ledger: &mut Ledger<'_>,
+    ) -> Option<HandedOut> {
+        let id = self.heap.take_best_fit(request)?;
+        Some(self.hand_out(id, request, ledger))
+    }
+
+    /// Hands out a `Held` block.
+    pub(super) fn hand_out(
+        &mut self,
+        id: BlockId,
+        request: &Request,
+        ledger: &mut Ledger<'_>,
+    ) -> HandedOut {
+        self.heap.hand_out(id, request, ledger);
+        let block = &self.heap.blocks[id];
+        HandedOut { id, addr: block.addr, bytes: block.bytes }
+    }
+}

@@ -1,0 +1,313 @@
+//! The checker: rebuilds every total and relation from the blocks and compares.
+//!
+//! The numbers are those of `docs/invariants.md`.
+
+use super::{CachingAllocator, Device, HeapBody, HeapCell, Shared};
+use crate::backend::{Backend, Segment};
+use crate::block::{Block, BlockId, BlockState};
+use crate::directory::Owner;
+use crate::heap::{Heap, SegmentId, SegmentInfo, SegmentKind};
+use crate::stats::{Gauge, StatTable};
+use crate::units::{Addr, DeviceId};
+use std::collections::{BTreeMap, HashMap};
+use std::fmt;
+
+/// The first broken invariant that [`CachingAllocator::check`] found.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Violation {
+    /// Its number in `docs/invariants.md`.
+    pub invariant: &'static str,
+    /// What is wrong, and where.
+    pub what: String,
+}
+
+impl fmt::Display for Violation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {}", self.invariant, self.what)
+    }
+}
+
+impl std::error::Error for Violation {}
+
+fn ensure(
+    holds: bool,
+    invariant: &'static str,
+    what: impl FnOnce() -> String,
+) -> Result<(), Violation> {
+    if holds { Ok(()) } else { Err(Violation { invariant, what: what() }) }
+}
+
+impl<B: Backend> CachingAllocator<B> {
+    /// Recomputes everything from scratch. For tests and fuzzing: it looks at every block, and other
+    /// threads must leave the allocator alone meanwhile.
+    ///
+    /// # Errors
+    /// The first violated invariant.
+    pub fn check(&self) -> Result<(), Violation> {
+        let shared = &*self.shared;
+        let mut ranges = BTreeMap::new();
+        for (index, device) in shared.devices.iter().enumerate() {
+            shared.check_device(DeviceId::new(index as u16), device, &mut ranges)?;
+        }
+        check_disjoint(&ranges)
+    }
+}
+
+/// I2: segments of all heaps and devices are disjoint.
+fn check_disjoint(ranges: &BTreeMap<Addr, u64>) -> Result<(), Violation> {
+    let mut end = Addr::NULL;
+    for (base, bytes) in ranges {
+        ensure(*base >= end, "I2", || format!("the segment at {base} overlaps the one below"))?;
+        end = *base + *bytes;
+    }
+    Ok(())
+}
+
+impl<B: Backend> Shared<B> {
+    fn check_device(
+        &self,
+        id: DeviceId,
+        device: &Device<B>,
+        ranges: &mut BTreeMap<Addr, u64>,
+    ) -> Result<(), Violation> {
+        let mut pending: HashMap<(u32, BlockId), u32> = HashMap::new();
+        for entry in device.events.entries() {
+            *pending.entry(entry).or_default() += 1;
+        }
+        let entries: u32 = pending.values().sum();
+        ensure(device.events.len() == entries as usize, "I5", || {
+            format!("{} events counted, {entries} queued", device.events.len())
+        })?;
+        let mut sums = StatTable::default();
+        let mut draining = 0;
+        for cell in device.heaps() {
+            let state = cell.state.lock();
+            let body = &state.body;
+            draining += check_draining(&cell, &body.heap, &pending)?;
+            check_tokens(body)?;
+            for (segment_id, segment) in body.heap.segments.iter() {
+                ensure(ranges.insert(segment.base, segment.bytes).is_none(), "I2", || {
+                    format!("two segments start at {}", segment.base)
+                })?;
+                check_tiling(&body.heap, segment_id, segment)?;
+                self.check_directory(&cell, &body.heap, segment_id, segment)?;
+            }
+            check_indexes(&body.heap)?;
+            add_up(&body.heap, &mut sums);
+        }
+        ensure(draining == pending.len(), "I5", || {
+            format!("{} blocks in event queues, {draining} draining", pending.len())
+        })?;
+        self.check_sums(id, device, &sums)
+    }
+
+    /// I6: totals are the sums over blocks and segments.
+    fn check_sums(
+        &self,
+        id: DeviceId,
+        device: &Device<B>,
+        sums: &StatTable,
+    ) -> Result<(), Violation> {
+        let kept = self.stat_table(id);
+        for gauge in Gauge::ALL {
+            let (kept, sum) = (kept.get(gauge), sums.get(gauge));
+            for (class, kept, sum) in [
+                ("all", kept.all, sum.all),
+                ("small_pool", kept.small, sum.small),
+                ("large_pool", kept.large, sum.large),
+            ] {
+                ensure(kept.current == sum.current, "I6", || {
+                    let name = gauge.name();
+                    format!("{name}.{class} is {}, blocks say {}", kept.current, sum.current)
+                })?;
+                ensure(kept.peak >= kept.current, "I6", || {
+                    format!("{}.{class} is above its peak", gauge.name())
+                })?;
+            }
+        }
+        let reserved = sums.get(Gauge::ReservedBytes).all.current as u64;
+        ensure(device.reserved() == reserved, "I6", || {
+            format!("{id} counts {} reserved, segments hold {reserved}", device.reserved())
+        })
+    }
+
+    /// I11: the directory leads from every backed page to its segment.
+    fn check_directory(
+        &self,
+        cell: &HeapCell<B>,
+        heap: &Heap,
+        id: SegmentId,
+        segment: &SegmentInfo,
+    ) -> Result<(), Violation> {
+        let owner = Some(Owner { heap: cell.index, segment: id });
+        for block in blocks_of(heap, segment) {
+            let backed = block.state != BlockState::Unmapped;
+            // The first page of a small block may begin in its lower neighbour, which is as well
+            // backed as the block itself.
+            for addr in [block.addr, Addr::new(block.end().get() - 1)] {
+                let found = self.directory.owner(addr) == owner;
+                ensure(found == backed, "I11", || {
+                    format!("the directory is wrong about {addr} ({:?})", block.state)
+                })?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// I5: a block drains iff events of it are queued, and as many as it counts.
+fn check_draining<B: Backend>(
+    cell: &HeapCell<B>,
+    heap: &Heap,
+    queued: &HashMap<(u32, BlockId), u32>,
+) -> Result<usize, Violation> {
+    let mut draining = 0;
+    for (id, block) in heap.blocks.iter() {
+        ensure(block.state != BlockState::Held, "I12", || {
+            format!("the block at {} is in nobody's hands", block.addr)
+        })?;
+        let queued = queued.get(&(cell.index, id)).copied().unwrap_or(0);
+        let counted = match block.state {
+            BlockState::Draining { pending } => pending,
+            _ => 0,
+        };
+        ensure(queued == counted, "I5", || {
+            format!("the block at {} counts {counted} events, {queued} are queued", block.addr)
+        })?;
+        draining += usize::from(counted > 0);
+        ensure(counted > 0 || !matches!(block.state, BlockState::Draining { .. }), "I5", || {
+            format!("the block at {} drains without an event", block.addr)
+        })?;
+    }
+    Ok(draining)
+}
+
+/// I10: every segment obtained whole has its token, and every recorded use a live block.
+fn check_tokens<B: Backend>(body: &HeapBody<B>) -> Result<(), Violation> {
+    let mut whole = 0;
+    for (id, segment) in body.heap.segments.iter() {
+        if segment.kind != SegmentKind::Whole {
+            continue;
+        }
+        whole += 1;
+        let token = body.tokens.get(&id);
+        let same = token.is_some_and(|t| t.base() == segment.base && t.bytes() == segment.bytes);
+        ensure(same, "I10", || format!("the segment at {} has no token", segment.base))?;
+    }
+    ensure(body.tokens.len() == whole, "I10", || "a token has no segment".to_owned())?;
+    let is_live = |id: &BlockId| {
+        body.heap.blocks.get(*id).is_some_and(|block| block.state == BlockState::Live)
+    };
+    ensure(body.uses.keys().all(is_live), "I10", || {
+        "streams are recorded for a block that is not live".to_owned()
+    })
+}
+
+fn blocks_of<'a>(heap: &'a Heap, segment: &SegmentInfo) -> impl Iterator<Item = &'a Block> {
+    std::iter::successors(Some(&heap.blocks[segment.head]), |block| {
+        block.next.map(|next| &heap.blocks[next])
+    })
+}
+
+/// I1, I3, E3: blocks tile their segment, no two free neighbours or holes are left unmerged, holes
+/// are whole pages.
+fn check_tiling(heap: &Heap, id: SegmentId, segment: &SegmentInfo) -> Result<(), Violation> {
+    let mut cursor = segment.base;
+    let mut below: Option<&Block> = None;
+    for block in blocks_of(heap, segment) {
+        let at = block.addr;
+        ensure(at == cursor && block.bytes > 0, "I1", || {
+            format!("expected a block at {cursor}, found {at} of {} bytes", block.bytes)
+        })?;
+        ensure(block.segment == id && block.class == segment.class, "I10", || {
+            format!("the block at {at} names another segment or class")
+        })?;
+        let linked = block.prev.map(|prev| heap.blocks[prev].addr) == below.map(|b| b.addr);
+        ensure(linked, "I1", || format!("the block at {at} has a wrong lower neighbour"))?;
+        let mergeable = matches!(block.state, BlockState::Free | BlockState::Unmapped)
+            && below.is_some_and(|below| below.state == block.state);
+        ensure(!mergeable, "I3", || format!("the block at {at} was not merged"))?;
+        if let SegmentKind::Expandable { page_bytes } = segment.kind
+            && block.state == BlockState::Unmapped
+        {
+            let whole = (at - segment.base).is_multiple_of(page_bytes)
+                && block.bytes.is_multiple_of(page_bytes);
+            ensure(whole, "E3", || format!("the hole at {at} is not whole pages"))?;
+        }
+        cursor = block.end();
+        below = Some(block);
+    }
+    ensure(cursor == segment.base + segment.bytes, "I1", || {
+        format!("the blocks of the segment at {} end at {cursor}", segment.base)
+    })
+}
+
+/// I4: a block is in an index iff its state says so.
+fn check_indexes(heap: &Heap) -> Result<(), Violation> {
+    let (mut free, mut holes, mut tiled) = (0, 0, 0);
+    for (_, segment) in heap.segments.iter() {
+        tiled += blocks_of(heap, segment).count();
+    }
+    ensure(tiled == heap.blocks.iter().count(), "I1", || {
+        "a block belongs to no segment".to_owned()
+    })?;
+    for (id, block) in heap.blocks.iter() {
+        let class = &heap.classes[block.class.index()];
+        let live = heap.segments[block.segment].live_at(block.addr);
+        let expected_live = (block.state == BlockState::Live).then_some(id);
+        ensure(live == expected_live, "I4", || {
+            format!("the index of live blocks is wrong about {}", block.addr)
+        })?;
+        match block.state {
+            BlockState::Free => {
+                free += 1;
+                ensure(class.free.contains(block.key(), id), "I4", || {
+                    format!("the free block at {} is not in the index", block.addr)
+                })?;
+            }
+            BlockState::Unmapped => {
+                holes += 1;
+                ensure(class.unmapped.get(&block.addr) == Some(&id), "I4", || {
+                    format!("the hole at {} is not in the index", block.addr)
+                })?;
+            }
+            _ => {
+                ensure(block.bytes >= block.requested, "I6", || {
+                    format!("the block at {} is smaller than its request", block.addr)
+                })?;
+            }
+        }
+    }
+    let indexed: usize = heap.classes.iter().map(|class| class.free.len()).sum();
+    let indexed_holes: usize = heap.classes.iter().map(|class| class.unmapped.len()).sum();
+    ensure(indexed == free && indexed_holes == holes, "I4", || {
+        format!("{indexed} blocks and {indexed_holes} holes indexed, {free} and {holes} exist")
+    })
+}
+
+/// What the gauges must show for this heap.
+fn add_up(heap: &Heap, sums: &mut StatTable) {
+    for (_, segment) in heap.segments.iter().filter(|(_, s)| s.kind == SegmentKind::Whole) {
+        sums.increase(Gauge::Segment, segment.class, 1);
+        sums.increase(Gauge::ReservedBytes, segment.class, segment.bytes);
+    }
+    for (_, block) in heap.blocks.iter() {
+        let expandable = heap.is_expandable(block);
+        if expandable && block.state != BlockState::Unmapped {
+            sums.increase(Gauge::ReservedBytes, block.class, block.bytes);
+        }
+        if block.is_active() {
+            sums.increase(Gauge::Active, block.class, 1);
+            sums.increase(Gauge::ActiveBytes, block.class, block.bytes);
+            sums.increase(Gauge::RequestedBytes, block.class, block.requested);
+        }
+        if block.state == BlockState::Live {
+            sums.increase(Gauge::Allocation, block.class, 1);
+            sums.increase(Gauge::AllocatedBytes, block.class, block.bytes);
+        }
+        if block.state == BlockState::Free && block.is_split() && !expandable {
+            sums.increase(Gauge::InactiveSplit, block.class, 1);
+            sums.increase(Gauge::InactiveSplitBytes, block.class, block.bytes);
+        }
+    }
+}

@@ -1,0 +1,294 @@
+//! Obtaining memory from the backend for one request. Runs under the growth lock of the device.
+
+use super::allocate::HandedOut;
+use super::{AllocResult, Device, HeapCell, Shared};
+use crate::backend::{Backend, BackendError, ErrorKind, SEGMENT_ALIGN, Segment};
+use crate::block::{BlockId, BlockState};
+use crate::directory::{ADDRESS_END, Owner};
+use crate::error::{AllocError, BackendOp};
+use crate::heap::{PageRun, Request};
+use crate::pager::{Pager, PagerError};
+use crate::size_class::{SMALL_SEGMENT_BYTES, SizeClass};
+use crate::trace::TraceBuffer;
+use crate::units::Addr;
+use std::sync::atomic::Ordering;
+
+/// Whether a backend call succeeded, or merely lacked memory.
+fn unless_out_of_memory<T, E: BackendError>(
+    op: BackendOp,
+    result: Result<T, E>,
+) -> Result<Option<T>, AllocError<E>> {
+    match result {
+        Ok(value) => Ok(Some(value)),
+        Err(error) if error.kind() == ErrorKind::OutOfMemory => Ok(None),
+        Err(source) => Err(AllocError::Backend { op, source }),
+    }
+}
+
+fn unless_pager_out_of_memory<T, E: BackendError>(
+    result: Result<T, PagerError<E>>,
+) -> Result<Option<T>, AllocError<E>> {
+    let op = result.as_ref().err().map(|error| error.op);
+    match op {
+        Some(op) => unless_out_of_memory(op, result.map_err(|error| error.source)),
+        None => Ok(result.ok()),
+    }
+}
+
+impl<B: Backend> Shared<B> {
+    /// One attempt to serve a request with new memory. `None`: neither the limit nor the backend
+    /// allows it now.
+    pub(super) fn grow(
+        &self,
+        cell: &HeapCell<B>,
+        request: &Request,
+        trace: &mut TraceBuffer,
+    ) -> AllocResult<Option<HandedOut>, B> {
+        let device = &self.devices[cell.device.index()];
+        let bytes = self.segment_bytes(cell, request);
+        let within = |limit| device.reserved().checked_add(bytes).is_some_and(|sum| sum <= limit);
+        if !device.limit().is_none_or(within) {
+            return Ok(None);
+        }
+        match &self.pager {
+            Some(pager) if request.expandable => {
+                self.grow_expandable(&**pager, cell, request, trace)
+            }
+            _ => self.grow_whole(cell, request, bytes, trace),
+        }
+    }
+
+    /// What a miss takes from the driver for this request.
+    pub(super) fn segment_bytes(&self, cell: &HeapCell<B>, request: &Request) -> u64 {
+        cell.state.lock().body.heap.rules.segment_bytes(request.rounded)
+    }
+
+    fn grow_whole(
+        &self,
+        cell: &HeapCell<B>,
+        request: &Request,
+        bytes: u64,
+        trace: &mut TraceBuffer,
+    ) -> AllocResult<Option<HandedOut>, B> {
+        let acquired = self.backend.acquire(cell.device, bytes, &cell.stream);
+        let Some(segment) = unless_out_of_memory(BackendOp::Acquire, acquired)? else {
+            return Ok(None);
+        };
+        let segment = self.vetted(segment, bytes)?;
+        self.account_growth(&self.devices[cell.device.index()], bytes);
+        let block = self.edit(cell, trace, |body, ledger| {
+            let id = body.heap.segments.next_id();
+            let base = segment.base();
+            self.directory.register(base, bytes, Owner { heap: cell.index, segment: id });
+            body.tokens.insert(id, segment);
+            let block = body.heap.adopt_whole(id, base, bytes, request.class, ledger);
+            body.hand_out(block, request, ledger)
+        });
+        Ok(Some(block))
+    }
+
+    fn account_growth(&self, device: &Device<B>, bytes: u64) {
+        device.reserved.fetch_add(bytes, Ordering::Relaxed);
+        device.counters.lock().num_device_alloc += 1;
+    }
+
+    /// Checks a new segment against the contract. One that must not be used goes back, unless giving
+    /// it back could take a live one along.
+    fn vetted(&self, segment: B::Segment, bytes: u64) -> AllocResult<B::Segment, B> {
+        let base = segment.base();
+        let why = self.flaw_of_range(base, segment.bytes()).or_else(|| {
+            (segment.bytes() != bytes).then_some("its length is not what was asked for")
+        });
+        let Some(why) = why else { return Ok(segment) };
+        let error = AllocError::BadSegment { base, bytes: segment.bytes(), why };
+        if why != OVERLAP {
+            // Whether this works or not, the caller learns what is wrong with the backend.
+            let _ = self.backend.release(segment);
+        }
+        Err(error)
+    }
+
+    /// Why a range cannot be a segment of this allocator, if so.
+    fn flaw_of_range(&self, base: Addr, bytes: u64) -> Option<&'static str> {
+        let end = base.checked_add(bytes).filter(|end| end.get() <= ADDRESS_END);
+        let Some(end) = end else { return Some("it ends beyond 2^57") };
+        if base.is_null() || bytes == 0 {
+            return Some("it is empty or starts at 0");
+        }
+        if !base.is_aligned(SEGMENT_ALIGN) {
+            return Some("its base is not a multiple of 2 MiB");
+        }
+        let mut page = base;
+        while page < end {
+            if self.directory.owner(page).is_some() {
+                return Some(OVERLAP);
+            }
+            page = page + SEGMENT_ALIGN;
+        }
+        None
+    }
+
+    fn grow_expandable(
+        &self,
+        pager: &dyn Pager<B::Error>,
+        cell: &HeapCell<B>,
+        request: &Request,
+        trace: &mut TraceBuffer,
+    ) -> AllocResult<Option<HandedOut>, B> {
+        loop {
+            let Some(start) = self.growable(pager, cell, request)? else { return Ok(None) };
+            match self.fill(pager, cell, request, start, trace)? {
+                Filled::Enough(block) => return Ok(Some(block)),
+                Filled::OutOfMemory => return Ok(None),
+                // Another thread took a free block that was part of the plan.
+                Filled::Interrupted => {}
+            }
+        }
+    }
+
+    /// Where an expandable segment can grow to hold the request; reserves one if none can. A free
+    /// block that growth starts from is `Held`.
+    fn growable(
+        &self,
+        pager: &dyn Pager<B::Error>,
+        cell: &HeapCell<B>,
+        request: &Request,
+    ) -> AllocResult<Option<BlockId>, B> {
+        let found = {
+            let mut state = cell.state.lock();
+            let heap = &mut state.body.heap;
+            let found = heap.find_growable(request.class, request.rounded);
+            if let Some(id) = found.filter(|id| heap.blocks[*id].state == BlockState::Free) {
+                heap.remove_free(id);
+            }
+            found
+        };
+        if found.is_some() {
+            return Ok(found);
+        }
+        let page_bytes = self.page_bytes(request.class);
+        let total = self.devices[cell.device.index()].total;
+        let bytes = self.settings.lock().reserve_bytes(total, page_bytes, None);
+        if bytes < request.rounded {
+            return Ok(None);
+        }
+        let reserved = pager.reserve(cell.device, bytes);
+        let Some(base) = unless_pager_out_of_memory(reserved)? else { return Ok(None) };
+        if let Some(why) = self.flaw_of_range(base, bytes) {
+            let _ = pager.unreserve(base);
+            return Err(AllocError::BadSegment { base, bytes, why });
+        }
+        let mut state = cell.state.lock();
+        let heap = &mut state.body.heap;
+        let id = heap.segments.next_id();
+        Ok(Some(heap.adopt_reservation(id, base, bytes, request.class, page_bytes)))
+    }
+
+    /// The page of a new expandable segment (spec §4.1).
+    fn page_bytes(&self, class: SizeClass) -> u64 {
+        match class {
+            SizeClass::Small => SMALL_SEGMENT_BYTES,
+            SizeClass::Large => self.settings.lock().large_segment_bytes,
+        }
+    }
+
+    /// Maps pages behind `start` until the request fits, then hands it out (spec §4.6). What a
+    /// failure leaves mapped stays as free cached memory.
+    fn fill(
+        &self,
+        pager: &dyn Pager<B::Error>,
+        cell: &HeapCell<B>,
+        request: &Request,
+        start: BlockId,
+        trace: &mut TraceBuffer,
+    ) -> AllocResult<Filled, B> {
+        let mut held = {
+            let heap = &cell.state.lock().body.heap;
+            (heap.blocks[start].state == BlockState::Held).then_some(start)
+        };
+        loop {
+            let plan = match self.next_run(cell, request, start, held) {
+                NextRun::Enough(id) => {
+                    let block =
+                        self.edit(cell, trace, |body, ledger| body.hand_out(id, request, ledger));
+                    return Ok(Filled::Enough(block));
+                }
+                NextRun::Map(hole, run) => Some((hole, run)),
+                NextRun::Blocked => None,
+            };
+            let mapped = match &plan {
+                Some((_, run)) => self.map_run(pager, cell, run),
+                None => Ok(None),
+            };
+            if let (Some((hole, run)), Ok(Some(()))) = (&plan, &mapped) {
+                self.account_growth(&self.devices[cell.device.index()], run.bytes);
+                held = Some(self.edit(cell, trace, |body, ledger| {
+                    let owner = Owner { heap: cell.index, segment: run.segment };
+                    self.directory.register(run.addr, run.bytes, owner);
+                    body.heap.commit_map(*hole, run, held, ledger)
+                }));
+                continue;
+            }
+            if let Some(held) = held {
+                cell.state.lock().body.heap.abandon_growth(held);
+            }
+            mapped?;
+            return Ok(if plan.is_some() { Filled::OutOfMemory } else { Filled::Interrupted });
+        }
+    }
+
+    fn next_run(
+        &self,
+        cell: &HeapCell<B>,
+        request: &Request,
+        start: BlockId,
+        held: Option<BlockId>,
+    ) -> NextRun {
+        let state = cell.state.lock();
+        let heap = &state.body.heap;
+        let have = held.map_or(0, |id| heap.blocks[id].bytes);
+        if let Some(id) = held.filter(|_| have >= request.rounded) {
+            return NextRun::Enough(id);
+        }
+        let hole = match held {
+            Some(id) => heap.blocks[id].next,
+            None => Some(start),
+        };
+        match hole.filter(|id| heap.blocks[*id].state == BlockState::Unmapped) {
+            Some(hole) => NextRun::Map(hole, heap.plan_map(hole, request.rounded - have)),
+            None => NextRun::Blocked,
+        }
+    }
+
+    fn map_run(
+        &self,
+        pager: &dyn Pager<B::Error>,
+        cell: &HeapCell<B>,
+        run: &PageRun,
+    ) -> AllocResult<Option<()>, B> {
+        let base = cell.state.lock().body.heap.segments[run.segment].base;
+        unless_pager_out_of_memory(pager.map(base, run.addr, run.bytes, run.page_bytes))
+    }
+
+    /// Whether a request of this heap may be refused memory beyond the limit at once.
+    pub(super) fn fails_fast(&self, cell: &HeapCell<B>, request: &Request) -> bool {
+        let device = &self.devices[cell.device.index()];
+        let bytes = self.segment_bytes(cell, request);
+        let beyond = device.limit().is_some_and(|limit| device.reserved() + bytes > limit);
+        beyond && self.settings.lock().throw_on_oom
+    }
+}
+
+const OVERLAP: &str = "it overlaps a segment that is in use, so it was not given back";
+
+enum NextRun {
+    Enough(BlockId),
+    Map(BlockId, PageRun),
+    Blocked,
+}
+
+enum Filled {
+    Enough(HandedOut),
+    OutOfMemory,
+    Interrupted,
+}

@@ -1,0 +1,118 @@
+//! What happens when a heap has no block for a request: one step after the other, cheapest first
+//! (spec §2.5).
+
+use super::allocate::HandedOut;
+use super::{AllocResult, HeapCell, Op, Shared};
+use crate::backend::Backend;
+use crate::config::Policy;
+use crate::error::LadderStep;
+use crate::heap::Request;
+use crate::trace::TraceBuffer;
+use crate::units::DeviceId;
+use std::cell::Cell;
+
+thread_local! {
+    /// A callback that allocates must not start the callbacks again.
+    static IN_CALLBACK: Cell<bool> = const { Cell::new(false) };
+}
+
+impl<B: Backend> Shared<B> {
+    /// Serves a request that missed, or fails with out of memory.
+    pub(super) fn climb(
+        &self,
+        cell: &HeapCell<B>,
+        request: &Request,
+        op: &mut Op<'_, B>,
+    ) -> AllocResult<HandedOut, B> {
+        let mut steps = Vec::new();
+        if self.run_callbacks(cell.device) {
+            steps.push(LadderStep::Callbacks);
+            if let Some(block) = self.search(cell, request, &mut op.trace) {
+                return Ok(block);
+            }
+        }
+        let served = {
+            let device = &self.devices[cell.device.index()];
+            let (_growth, waited) = match device.growth.try_lock() {
+                Some(guard) => (guard, false),
+                None => (device.growth.lock(), true),
+            };
+            // Whoever held the lock may have left a block that fits.
+            let found = if waited { self.search(cell, request, &mut op.trace) } else { None };
+            match found {
+                Some(block) => Some(block),
+                None => self.climb_locked(cell, request, &mut op.trace, &mut steps)?,
+            }
+        };
+        match served {
+            Some(block) => Ok(block),
+            None => Err(self.out_of_memory(cell, request, steps, op)),
+        }
+    }
+
+    /// The steps that change what the device has reserved.
+    fn climb_locked(
+        &self,
+        cell: &HeapCell<B>,
+        request: &Request,
+        trace: &mut TraceBuffer,
+        steps: &mut Vec<LadderStep>,
+    ) -> AllocResult<Option<HandedOut>, B> {
+        if self.collect_garbage(cell, request, trace)? {
+            steps.push(LadderStep::GarbageCollection);
+        }
+        if self.fails_fast(cell, request) {
+            return Ok(None);
+        }
+        steps.push(LadderStep::Grow);
+        if let Some(block) = self.grow(cell, request, trace)? {
+            return Ok(Some(block));
+        }
+        if self.release_oversize(cell, request, trace)? {
+            steps.push(LadderStep::ReleaseOversize);
+            if let Some(block) = self.grow(cell, request, trace)? {
+                return Ok(Some(block));
+            }
+        }
+        steps.push(LadderStep::ReleaseCached);
+        self.devices[cell.device.index()].counters.lock().num_alloc_retries += 1;
+        self.wait_for_events(cell.device, trace)?;
+        // PyTorch goes on to give everything back without looking at what just became free; a
+        // request can then fail although a block for it is cached.
+        if self.policy == Policy::Ours
+            && let Some(block) = self.search(cell, request, trace)
+        {
+            return Ok(Some(block));
+        }
+        self.release_cached(cell.device, trace)?;
+        self.grow(cell, request, trace)
+    }
+
+    fn search(
+        &self,
+        cell: &HeapCell<B>,
+        request: &Request,
+        trace: &mut TraceBuffer,
+    ) -> Option<HandedOut> {
+        self.edit(cell, trace, |body, ledger| body.serve(request, ledger))
+    }
+
+    /// Asks every callback for memory. Returns whether one says that it is worth searching again.
+    fn run_callbacks(&self, device: DeviceId) -> bool {
+        let callbacks: Vec<_> = self.callbacks.lock().values().cloned().collect();
+        if callbacks.is_empty() || IN_CALLBACK.replace(true) {
+            return false;
+        }
+        let _reset = ResetOnDrop;
+        callbacks.iter().filter(|callback| callback(device)).count() > 0
+    }
+}
+
+/// Leaves the callback state also when a callback panics.
+struct ResetOnDrop;
+
+impl Drop for ResetOnDrop {
+    fn drop(&mut self) {
+        IN_CALLBACK.set(false);
+    }
+}

@@ -1,0 +1,705 @@
+//! The caching allocator: the public face, and what its parts share.
+//!
+//! Locks, outermost first: growth (one per device, re-entrant) → heap → exact statistics. The event
+//! queue, counters, pager and settings have leaf locks. Backend calls, callbacks, observers and the
+//! trace sink run with none of them held, except that growth and release hold the growth lock, which
+//! no hit ever takes.
+
+mod allocate;
+mod check;
+mod free;
+mod grow;
+mod ladder;
+mod oom;
+mod reclaim;
+mod snapshot;
+
+pub use check::Violation;
+pub use snapshot::{BlockSnapshot, BlockStatus, SegmentSnapshot, Snapshot};
+
+use crate::backend::{Backend, DeviceMemory, MemoryInfo, Stream, VirtualMemory};
+use crate::block::BlockId;
+use crate::config::{Config, Policy, Rules, Settings};
+use crate::directory::Directory;
+use crate::error::{AllocError, BackendOp, FreeError, OomReport};
+use crate::events::EventQueue;
+use crate::heap::{Heap, Ledger, PoolShared, SegmentId};
+use crate::pager::{PageStore, Pager};
+use crate::stats::{Counters, DeviceStats, StatTable};
+use crate::table::AppendTable;
+use crate::trace::{TraceBuffer, TraceSink};
+use crate::units::{Addr, DeviceId, PoolId, StreamId};
+use parking_lot::{Mutex, ReentrantMutex, RwLock};
+use smallvec::SmallVec;
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+
+/// A block handed out by a [`CachingAllocator`]. Give it back with [`CachingAllocator::free`];
+/// dropping it keeps the memory allocated until the allocator goes.
+#[derive(PartialEq, Eq, Debug)]
+#[must_use = "the memory stays allocated until it is freed"]
+pub struct Allocation {
+    addr: Addr,
+    bytes: u64,
+    requested: u64,
+    stream: StreamId,
+    /// `None` for a request of 0 bytes.
+    block: Option<BlockId>,
+    heap: u32,
+    allocator: u32,
+}
+
+impl Allocation {
+    /// Where it starts; [`Addr::NULL`] for a request of 0 bytes.
+    pub const fn addr(&self) -> Addr {
+        self.addr
+    }
+
+    /// Bytes that were asked for.
+    pub const fn requested(&self) -> u64 {
+        self.requested
+    }
+
+    /// Bytes of the block, at least [`requested`](Self::requested).
+    pub const fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// The stream that it was allocated for.
+    pub const fn stream(&self) -> StreamId {
+        self.stream
+    }
+}
+
+/// A heap as the allocator holds it: bookkeeping and backend tokens under one lock.
+pub(crate) struct HeapCell<B: Backend> {
+    /// Position in the allocator's table.
+    index: u32,
+    device: DeviceId,
+    pool: PoolId,
+    stream: B::Stream,
+    state: Mutex<HeapState<B>>,
+}
+
+/// What the lock of a heap guards.
+struct HeapState<B: Backend> {
+    body: HeapBody<B>,
+    /// Used unless the device keeps exact statistics.
+    stats: StatTable,
+}
+
+/// The bookkeeping of a heap together with the backend values that belong to it.
+struct HeapBody<B: Backend> {
+    heap: Heap,
+    /// Tokens of the segments obtained whole.
+    tokens: HashMap<SegmentId, B::Segment>,
+    /// Streams other than the heap's own that a live block was used on.
+    uses: HashMap<BlockId, SmallVec<[B::Stream; 2]>>,
+}
+
+/// What the heaps of one device share.
+struct Device<B: Backend> {
+    total: u64,
+    /// Bytes that may be reserved at most; `u64::MAX` is no limit.
+    limit: AtomicU64,
+    /// Bytes obtained from the backend. Changes under the growth lock only.
+    reserved: AtomicU64,
+    counters: Mutex<Counters>,
+    /// One table for all heaps, where the peak of their sum must be exact.
+    exact: Option<Mutex<StatTable>>,
+    /// In the order in which flushes walk them: the default pool first, streams by id.
+    heaps: RwLock<HeapMap<B>>,
+    default_pool: Arc<PoolShared>,
+    /// Held by whoever obtains memory from the backend or gives it back. Re-entrant, because a
+    /// backend may call the allocator.
+    growth: ReentrantMutex<()>,
+    events: EventQueue<B>,
+}
+
+impl<B: Backend> HeapCell<B> {
+    fn stream_id(&self) -> StreamId {
+        self.stream.id()
+    }
+}
+
+impl<B: Backend> Device<B> {
+    fn limit(&self) -> Option<u64> {
+        let limit = self.limit.load(Ordering::Relaxed);
+        (limit != u64::MAX).then_some(limit)
+    }
+
+    fn reserved(&self) -> u64 {
+        self.reserved.load(Ordering::Relaxed)
+    }
+
+    /// The heaps, in flush order.
+    fn heaps(&self) -> Vec<Arc<HeapCell<B>>> {
+        self.heaps.read().values().cloned().collect()
+    }
+
+    /// The heaps of one pool, by stream id.
+    fn heaps_of(&self, pool: PoolId) -> Vec<Arc<HeapCell<B>>> {
+        let heaps = self.heaps.read();
+        let range = (pool, StreamId::new(0))..=(pool, StreamId::new(u64::MAX));
+        heaps.range(range).map(|(_, cell)| Arc::clone(cell)).collect()
+    }
+}
+
+type HeapMap<B> = BTreeMap<(PoolId, StreamId), Arc<HeapCell<B>>>;
+type Callback = Arc<dyn Fn(DeviceId) -> bool + Send + Sync>;
+type Observer = Arc<dyn Fn(&OomReport) + Send + Sync>;
+type PagerOf<B> = Box<dyn Pager<<B as Backend>::Error>>;
+type AllocResult<T, B> = Result<T, AllocError<<B as Backend>::Error>>;
+
+struct Shared<B: Backend> {
+    /// Tells allocations of several allocators apart.
+    id: u32,
+    backend: Arc<B>,
+    policy: Policy,
+    /// As of construction; what the statistic `max_split_size` shows.
+    max_split_at_start: Option<u64>,
+    settings: Mutex<Settings>,
+    devices: Vec<Device<B>>,
+    heaps: AppendTable<Arc<HeapCell<B>>>,
+    directory: Directory,
+    pager: Option<PagerOf<B>>,
+    /// Asks the backend for its memory figures; not every backend that this type serves has them.
+    memory: fn(&B, DeviceId) -> Option<DeviceMemory>,
+    tracing: AtomicBool,
+    sink: RwLock<Option<Arc<dyn TraceSink>>>,
+    callbacks: Mutex<BTreeMap<String, Callback>>,
+    observers: Mutex<Vec<Observer>>,
+}
+
+/// A caching allocator for device memory, generic over the backend.
+///
+/// Cheap to clone; clones are the same allocator. All methods may be called from any thread.
+/// Requests that a cached block can serve touch nothing that another stream's requests touch (with
+/// [`PeakMode::PerHeap`](crate::config::PeakMode::PerHeap)) and call the backend only while events
+/// are pending.
+///
+/// When the last clone goes, pending events are waited for and everything is given back to the
+/// backend, whatever is still allocated.
+pub struct CachingAllocator<B: Backend> {
+    shared: Arc<Shared<B>>,
+}
+
+impl<B: Backend> Clone for CachingAllocator<B> {
+    fn clone(&self) -> Self {
+        CachingAllocator { shared: Arc::clone(&self.shared) }
+    }
+}
+
+impl<B: Backend> std::fmt::Debug for CachingAllocator<B> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("CachingAllocator")
+            .field("policy", &self.shared.policy)
+            .field("devices", &self.shared.devices.len())
+            .finish_non_exhaustive()
+    }
+}
+
+static NEXT_ID: AtomicU32 = AtomicU32::new(0);
+
+impl<B: Backend + MemoryInfo> CachingAllocator<B> {
+    /// An allocator for all devices of `backend`, of segments obtained whole.
+    ///
+    /// # Errors
+    /// [`AllocError::NoVirtualMemory`] if the configuration asks for expandable segments;
+    /// [`AllocError::Backend`] if the backend cannot tell its memory sizes.
+    pub fn new(backend: B, config: Config) -> AllocResult<Self, B> {
+        Self::build(Arc::new(backend), config, None)
+    }
+
+    /// An allocator that can also use expandable segments.
+    ///
+    /// # Errors
+    /// [`AllocError::Backend`] if the backend cannot tell its memory sizes.
+    pub fn with_virtual_memory(backend: B, config: Config) -> AllocResult<Self, B>
+    where
+        B: VirtualMemory,
+    {
+        let backend = Arc::new(backend);
+        let pager: PagerOf<B> = Box::new(PageStore::new(Arc::clone(&backend)));
+        Self::build(backend, config, Some(pager))
+    }
+
+    fn build(backend: Arc<B>, config: Config, pager: Option<PagerOf<B>>) -> AllocResult<Self, B> {
+        if config.settings.expandable_segments && pager.is_none() {
+            return Err(AllocError::NoVirtualMemory);
+        }
+        let mut devices = Vec::new();
+        for index in 0..backend.device_count() {
+            let memory = backend
+                .memory(DeviceId::new(index))
+                .map_err(|source| AllocError::Backend { op: BackendOp::Memory, source })?;
+            devices.push(Device::new(memory.total, &config));
+        }
+        Ok(CachingAllocator {
+            shared: Arc::new(Shared {
+                id: NEXT_ID.fetch_add(1, Ordering::Relaxed),
+                backend,
+                policy: config.policy,
+                max_split_at_start: config.settings.max_split_bytes,
+                settings: Mutex::new(config.settings),
+                devices,
+                heaps: AppendTable::new(),
+                directory: Directory::new(),
+                pager,
+                memory: |backend, device| backend.memory(device).ok(),
+                tracing: AtomicBool::new(false),
+                sink: RwLock::new(None),
+                callbacks: Mutex::new(BTreeMap::new()),
+                observers: Mutex::new(Vec::new()),
+            }),
+        })
+    }
+}
+
+/// The limit that a fraction of `total` bytes means; 1 is none (spec §2.13).
+fn limit_of_fraction(fraction: f64, total: u64) -> u64 {
+    if fraction < 1.0 { (fraction * total as f64) as u64 } else { u64::MAX }
+}
+
+impl<B: Backend> Device<B> {
+    fn new(total: u64, config: &Config) -> Self {
+        let exact = match config.peaks {
+            crate::config::PeakMode::Exact => Some(Mutex::new(StatTable::default())),
+            crate::config::PeakMode::PerHeap => None,
+        };
+        Device {
+            total,
+            limit: AtomicU64::new(limit_of_fraction(config.settings.memory_fraction, total)),
+            reserved: AtomicU64::new(0),
+            counters: Mutex::new(Counters::default()),
+            exact,
+            heaps: RwLock::new(BTreeMap::new()),
+            default_pool: Arc::new(PoolShared::new(PoolId::DEFAULT, false)),
+            growth: ReentrantMutex::new(()),
+            events: EventQueue::new(config.event_order),
+        }
+    }
+}
+
+impl<B: Backend> CachingAllocator<B> {
+    /// The backend.
+    pub fn backend(&self) -> &B {
+        &self.shared.backend
+    }
+
+    /// Which rules decide.
+    pub fn policy(&self) -> Policy {
+        self.shared.policy
+    }
+
+    /// A handle that keeps the heap of `stream` at hand.
+    ///
+    /// # Errors
+    /// [`AllocError::NoSuchDevice`] if the stream's device is not the backend's.
+    pub fn stream(&self, stream: &B::Stream) -> AllocResult<StreamHandle<B>, B> {
+        let cell = self.shared.heap_of(stream)?;
+        Ok(StreamHandle { shared: Arc::clone(&self.shared), cell })
+    }
+
+    /// Allocates `bytes` for use on `stream`. 0 bytes get the null address and no memory.
+    ///
+    /// # Errors
+    /// [`AllocError::OutOfMemory`] after everything that could have avoided it was tried,
+    /// [`AllocError::TooLarge`] from 2^60 bytes on, [`AllocError::NoSuchDevice`], or
+    /// [`AllocError::Backend`] if a backend call failed for another reason.
+    pub fn allocate(&self, bytes: u64, stream: &B::Stream) -> AllocResult<Allocation, B> {
+        let cell = self.shared.heap_of(stream)?;
+        self.shared.allocate(&cell, bytes)
+    }
+
+    /// Gives a block back. Work queued so far on its own stream may still use it; work on other
+    /// streams only if they were named by [`record_stream`](Self::record_stream).
+    ///
+    /// # Errors
+    /// Hands the allocation back, still valid: [`AllocError::ForeignAllocation`], or
+    /// [`AllocError::Backend`] if an event cannot be recorded.
+    pub fn free(&self, allocation: Allocation) -> Result<(), FreeError<Allocation, B::Error>> {
+        self.shared.free(&allocation).map_err(|error| FreeError { allocation, error })
+    }
+
+    /// Declares that work queued on `stream` so far or until the free uses the block. Its memory is
+    /// not reused before that work is done. The block's own stream is ignored.
+    ///
+    /// # Errors
+    /// [`AllocError::ForeignAllocation`].
+    pub fn record_stream(&self, allocation: &Allocation, stream: &B::Stream) -> AllocResult<(), B> {
+        self.shared.record_stream(allocation, stream)
+    }
+
+    /// [`allocate`](Self::allocate) for callers that keep addresses only.
+    ///
+    /// # Errors
+    /// As [`allocate`](Self::allocate).
+    pub fn allocate_raw(&self, bytes: u64, stream: &B::Stream) -> AllocResult<Addr, B> {
+        self.allocate(bytes, stream).map(|allocation| allocation.addr)
+    }
+
+    /// [`free`](Self::free) by address. [`Addr::NULL`] is nothing.
+    ///
+    /// # Errors
+    /// [`AllocError::UnknownAddress`] unless a block that is handed out starts at `addr`;
+    /// [`AllocError::Backend`] if an event cannot be recorded.
+    pub fn free_raw(&self, addr: Addr) -> AllocResult<(), B> {
+        if addr.is_null() {
+            return Ok(());
+        }
+        self.shared.free_raw(addr)
+    }
+
+    /// [`record_stream`](Self::record_stream) by address. [`Addr::NULL`] is nothing.
+    ///
+    /// # Errors
+    /// [`AllocError::UnknownAddress`] unless a block that is handed out starts at `addr`.
+    pub fn record_stream_raw(&self, addr: Addr, stream: &B::Stream) -> AllocResult<(), B> {
+        if addr.is_null() {
+            return Ok(());
+        }
+        self.shared.record_stream_raw(addr, stream)
+    }
+
+    /// Waits for all pending events and gives all cached memory of every device back.
+    ///
+    /// # Errors
+    /// [`AllocError::Backend`] at the first call that fails; what was given back before stays so.
+    pub fn empty_cache(&self) -> AllocResult<(), B> {
+        for index in 0..self.shared.devices.len() {
+            let mut op = self.shared.begin();
+            self.shared.empty_cache(DeviceId::new(index as u16), &mut op.trace)?;
+        }
+        Ok(())
+    }
+
+    /// The statistics of one device.
+    ///
+    /// # Errors
+    /// [`AllocError::NoSuchDevice`].
+    pub fn stats(&self, device: DeviceId) -> AllocResult<DeviceStats, B> {
+        let counters = *self.shared.device(device)?.counters.lock();
+        Ok(DeviceStats {
+            table: self.shared.stat_table(device),
+            counters,
+            max_split_size: self.shared.max_split_at_start.map_or(-1, |bytes| bytes as i64),
+        })
+    }
+
+    /// Sets every peak to its current value.
+    ///
+    /// # Errors
+    /// [`AllocError::NoSuchDevice`].
+    pub fn reset_peak_stats(&self, device: DeviceId) -> AllocResult<(), B> {
+        self.shared.device(device)?;
+        self.shared.each_stat_table(device, StatTable::reset_peak);
+        Ok(())
+    }
+
+    /// Sets every accumulated value and counter to 0.
+    ///
+    /// # Errors
+    /// [`AllocError::NoSuchDevice`].
+    pub fn reset_accumulated_stats(&self, device: DeviceId) -> AllocResult<(), B> {
+        *self.shared.device(device)?.counters.lock() = Counters::default();
+        self.shared.each_stat_table(device, StatTable::reset_accumulated);
+        Ok(())
+    }
+
+    /// Limits the bytes reserved on `device`; `None` lifts the limit. Memory above a lowered limit
+    /// stays; the device just cannot grow.
+    ///
+    /// # Errors
+    /// [`AllocError::NoSuchDevice`].
+    pub fn set_memory_limit(&self, device: DeviceId, bytes: Option<u64>) -> AllocResult<(), B> {
+        let device = self.shared.device(device)?;
+        device.limit.store(bytes.unwrap_or(u64::MAX), Ordering::Relaxed);
+        self.shared.renew_rules();
+        Ok(())
+    }
+
+    /// Limits `device` to a fraction of its memory; 1 lifts the limit.
+    ///
+    /// # Errors
+    /// [`AllocError::InvalidArgument`] unless the fraction is from 0 to 1;
+    /// [`AllocError::NoSuchDevice`].
+    pub fn set_memory_fraction(&self, device: DeviceId, fraction: f64) -> AllocResult<(), B> {
+        if !(0.0..=1.0).contains(&fraction) {
+            return Err(AllocError::InvalidArgument {
+                what: "memory fraction",
+                why: format!("{fraction} is not from 0 to 1"),
+            });
+        }
+        let total = self.shared.device(device)?.total;
+        let limit = limit_of_fraction(fraction, total);
+        self.set_memory_limit(device, (limit != u64::MAX).then_some(limit))
+    }
+
+    /// The fraction of its memory that `device` is limited to; 1 without a limit.
+    ///
+    /// # Errors
+    /// [`AllocError::NoSuchDevice`].
+    pub fn memory_fraction(&self, device: DeviceId) -> AllocResult<f64, B> {
+        let device = self.shared.device(device)?;
+        Ok(device.limit().map_or(1.0, |limit| limit as f64 / device.total as f64))
+    }
+
+    /// A copy of the settings in force.
+    pub fn settings(&self) -> Settings {
+        self.shared.settings.lock().clone()
+    }
+
+    /// Replaces the settings. Blocks and cached memory stay as they are; `memory_fraction` is only
+    /// read at construction, as upstream.
+    ///
+    /// # Errors
+    /// [`AllocError::NoVirtualMemory`] if expandable segments are asked for and cannot be had.
+    pub fn set_settings(&self, settings: Settings) -> AllocResult<(), B> {
+        if settings.expandable_segments && self.shared.pager.is_none() {
+            return Err(AllocError::NoVirtualMemory);
+        }
+        *self.shared.settings.lock() = settings;
+        self.shared.renew_rules();
+        Ok(())
+    }
+
+    /// Turns expandable segments on or off for later requests (spec §4.9).
+    ///
+    /// # Errors
+    /// [`AllocError::NoVirtualMemory`].
+    pub fn set_expandable_segments(&self, on: bool) -> AllocResult<(), B> {
+        self.set_settings(Settings { expandable_segments: on, ..self.settings() })
+    }
+
+    /// Sends every action from now on to `sink`, or to nobody.
+    pub fn set_trace_sink(&self, sink: Option<Arc<dyn TraceSink>>) {
+        let mut current = self.shared.sink.write();
+        self.shared.tracing.store(sink.is_some(), Ordering::Relaxed);
+        *current = sink;
+    }
+
+    /// Registers a callback that is asked to free memory when a request finds no cached block;
+    /// callbacks run in order of their names. It returns whether the search should be repeated. It
+    /// may call the allocator; callbacks do not run again inside a callback. Replaces one of the
+    /// same name.
+    pub fn add_free_memory_callback(
+        &self,
+        name: impl Into<String>,
+        callback: impl Fn(DeviceId) -> bool + Send + Sync + 'static,
+    ) {
+        self.shared.callbacks.lock().insert(name.into(), Arc::new(callback));
+    }
+
+    /// Removes a callback. Returns whether there was one.
+    pub fn remove_free_memory_callback(&self, name: &str) -> bool {
+        self.shared.callbacks.lock().remove(name).is_some()
+    }
+
+    /// Registers an observer that is told of every out-of-memory before the caller is.
+    pub fn add_oom_observer(&self, observer: impl Fn(&OomReport) + Send + Sync + 'static) {
+        self.shared.observers.lock().push(Arc::new(observer));
+    }
+
+    /// The block that is handed out at `addr`, or `None`.
+    pub fn locate(&self, addr: Addr) -> Option<Located> {
+        self.shared.locate(addr)
+    }
+}
+
+/// What is known of a block that is handed out.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Located {
+    /// Its device.
+    pub device: DeviceId,
+    /// Its pool.
+    pub pool: PoolId,
+    /// The stream that it was allocated for.
+    pub stream: StreamId,
+    /// Bytes of the block.
+    pub bytes: u64,
+    /// Bytes asked for.
+    pub requested: u64,
+    /// First address of its segment.
+    pub segment: Addr,
+}
+
+/// Allocates for one stream without looking its heap up.
+pub struct StreamHandle<B: Backend> {
+    shared: Arc<Shared<B>>,
+    cell: Arc<HeapCell<B>>,
+}
+
+impl<B: Backend> Clone for StreamHandle<B> {
+    fn clone(&self) -> Self {
+        StreamHandle { shared: Arc::clone(&self.shared), cell: Arc::clone(&self.cell) }
+    }
+}
+
+impl<B: Backend> std::fmt::Debug for StreamHandle<B> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("StreamHandle").field("stream", &self.cell.stream.id()).finish()
+    }
+}
+
+impl<B: Backend> StreamHandle<B> {
+    /// The stream.
+    pub fn stream(&self) -> &B::Stream {
+        &self.cell.stream
+    }
+
+    /// As [`CachingAllocator::allocate`] on this stream.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn allocate(&self, bytes: u64) -> AllocResult<Allocation, B> {
+        self.shared.allocate(&self.cell, bytes)
+    }
+
+    /// As [`CachingAllocator::free`]; the block may be of any stream.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn free(&self, allocation: Allocation) -> Result<(), FreeError<Allocation, B::Error>> {
+        self.shared.free(&allocation).map_err(|error| FreeError { allocation, error })
+    }
+}
+
+/// One call of a client. Hands the trace over when it ends, every lock being given back by then.
+struct Op<'a, B: Backend> {
+    shared: &'a Shared<B>,
+    trace: TraceBuffer,
+}
+
+impl<B: Backend> Drop for Op<'_, B> {
+    fn drop(&mut self) {
+        self.shared.deliver(&mut self.trace);
+    }
+}
+
+impl<B: Backend> Shared<B> {
+    fn begin(&self) -> Op<'_, B> {
+        Op { shared: self, trace: TraceBuffer::new(self.tracing.load(Ordering::Relaxed)) }
+    }
+
+    fn deliver(&self, trace: &mut TraceBuffer) {
+        if trace.is_empty() {
+            return;
+        }
+        let sink = self.sink.read().clone();
+        if let Some(sink) = sink {
+            trace.deliver(&*sink);
+        }
+    }
+
+    fn device(&self, device: DeviceId) -> AllocResult<&Device<B>, B> {
+        self.devices
+            .get(device.index())
+            .ok_or(AllocError::NoSuchDevice { device, count: self.devices.len() as u16 })
+    }
+
+    /// The default-pool heap of a stream, made on first use.
+    fn heap_of(&self, stream: &B::Stream) -> AllocResult<Arc<HeapCell<B>>, B> {
+        let device = self.device(stream.device())?;
+        let key = (PoolId::DEFAULT, stream.id());
+        if let Some(cell) = device.heaps.read().get(&key) {
+            return Ok(Arc::clone(cell));
+        }
+        device.events.note_stream(stream.id());
+        let mut heaps = device.heaps.write();
+        let cell = heaps.entry(key).or_insert_with(|| {
+            let pool = Arc::clone(&device.default_pool);
+            Arc::clone(self.heaps.push(|index| Arc::new(self.new_heap(index, stream, pool))))
+        });
+        Ok(Arc::clone(cell))
+    }
+
+    fn new_heap(&self, index: u32, stream: &B::Stream, pool: Arc<PoolShared>) -> HeapCell<B> {
+        let device = stream.device();
+        let limited = self.devices[device.index()].limit().is_some();
+        let rules = Rules::new(self.policy, &self.settings.lock(), limited);
+        HeapCell {
+            index,
+            device,
+            pool: pool.id,
+            stream: stream.clone(),
+            state: Mutex::new(HeapState {
+                body: HeapBody {
+                    heap: Heap::new(device, stream.id(), pool, rules),
+                    tokens: HashMap::new(),
+                    uses: HashMap::new(),
+                },
+                stats: StatTable::default(),
+            }),
+        }
+    }
+
+    /// Gives every heap the rules that follow from settings and limits.
+    fn renew_rules(&self) {
+        let settings = self.settings.lock().clone();
+        for cell in self.heaps.iter() {
+            let limited = self.devices[cell.device.index()].limit().is_some();
+            cell.state.lock().body.heap.rules = Rules::new(self.policy, &settings, limited);
+        }
+    }
+
+    /// Runs `change` under the lock of a heap, with the table that its statistics go to.
+    fn edit<R>(
+        &self,
+        cell: &HeapCell<B>,
+        trace: &mut TraceBuffer,
+        change: impl FnOnce(&mut HeapBody<B>, &mut Ledger<'_>) -> R,
+    ) -> R {
+        let mut state = cell.state.lock();
+        let HeapState { body, stats } = &mut *state;
+        match &self.devices[cell.device.index()].exact {
+            Some(exact) => change(body, &mut Ledger { stats: &mut exact.lock(), trace }),
+            None => change(body, &mut Ledger { stats, trace }),
+        }
+    }
+
+    fn stat_table(&self, device: DeviceId) -> StatTable {
+        let mut sum = StatTable::default();
+        self.each_stat_table(device, |table| sum.add(table));
+        sum
+    }
+
+    fn each_stat_table(&self, device: DeviceId, mut f: impl FnMut(&mut StatTable)) {
+        let device = &self.devices[device.index()];
+        if let Some(exact) = &device.exact {
+            return f(&mut exact.lock());
+        }
+        for cell in device.heaps() {
+            f(&mut cell.state.lock().stats);
+        }
+    }
+
+    /// The heap and block id of the block handed out at exactly `addr`.
+    fn find_live(&self, addr: Addr) -> Option<(&Arc<HeapCell<B>>, BlockId)> {
+        let owner = self.directory.owner(addr)?;
+        let cell = self.heaps.get(owner.heap)?;
+        let state = cell.state.lock();
+        // The segment may have been given back since the directory was read.
+        let segment = state.body.heap.segments.get(owner.segment)?;
+        if addr < segment.base || addr - segment.base >= segment.bytes {
+            return None;
+        }
+        Some((cell, segment.live_at(addr)?))
+    }
+
+    fn locate(&self, addr: Addr) -> Option<Located> {
+        let (cell, id) = self.find_live(addr)?;
+        let state = cell.state.lock();
+        let heap = &state.body.heap;
+        let block = heap.blocks.get(id)?;
+        Some(Located {
+            device: cell.device,
+            pool: cell.pool,
+            stream: heap.stream,
+            bytes: block.bytes,
+            requested: block.requested,
+            segment: heap.segments[block.segment].base,
+        })
+    }
+}

@@ -1,0 +1,132 @@
+//! From a raw address to the heap and segment that own it, without a lock.
+//!
+//! Segments start at multiples of 2 MiB, so no two share a 2 MiB page and the page number is an
+//! exact index. A table of three levels of 2^12 entries covers 57 bits of address, the widest that
+//! current hosts and GPUs use.
+
+use crate::backend::SEGMENT_ALIGN;
+use crate::heap::SegmentId;
+use crate::units::Addr;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+const LEVEL_BITS: u32 = 12;
+const FANOUT: usize = 1 << LEVEL_BITS;
+const PAGE_BITS: u32 = SEGMENT_ALIGN.ilog2();
+/// Addresses at and above this one cannot be registered.
+pub(crate) const ADDRESS_END: u64 = 1 << (3 * LEVEL_BITS + PAGE_BITS);
+
+/// Who owns a page of address space.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Owner {
+    /// Position in the allocator's table of heaps.
+    pub(crate) heap: u32,
+    pub(crate) segment: SegmentId,
+}
+
+impl Owner {
+    /// 0 is "nobody", so the heap is stored plus one.
+    fn pack(self) -> u64 {
+        (u64::from(self.heap) + 1) << 32 | u64::from(self.segment.get())
+    }
+
+    fn unpack(raw: u64) -> Option<Self> {
+        let heap = (raw >> 32).checked_sub(1)? as u32;
+        Some(Owner { heap, segment: SegmentId::new(raw as u32) })
+    }
+}
+
+type Leaf = Box<[AtomicU64]>;
+type Middle = Box<[OnceLock<Leaf>]>;
+
+/// The address directory of one allocator.
+pub(crate) struct Directory {
+    root: Box<[OnceLock<Middle>]>,
+}
+
+impl std::fmt::Debug for Directory {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Directory").finish_non_exhaustive()
+    }
+}
+
+fn table<T>(mut entry: impl FnMut() -> T) -> Box<[T]> {
+    (0..FANOUT).map(|_| entry()).collect()
+}
+
+fn split(page: u64) -> [usize; 3] {
+    let mask = FANOUT as u64 - 1;
+    [
+        (page >> (2 * LEVEL_BITS)) as usize,
+        ((page >> LEVEL_BITS) & mask) as usize,
+        (page & mask) as usize,
+    ]
+}
+
+impl Directory {
+    pub(crate) fn new() -> Self {
+        Directory { root: table(OnceLock::new) }
+    }
+
+    /// Who owns `addr`, if anybody.
+    pub(crate) fn owner(&self, addr: Addr) -> Option<Owner> {
+        let [high, middle, low] = split(addr.get() >> PAGE_BITS);
+        let leaf = self.root.get(high)?.get()?[middle].get()?;
+        // Pairs with the release store of `fill`: whoever learns of a segment here also sees the
+        // heap that the table of heaps holds for it.
+        Owner::unpack(leaf[low].load(Ordering::Acquire))
+    }
+
+    /// Registers all pages that `bytes` from `base` on touch. The range lies below [`ADDRESS_END`].
+    pub(crate) fn register(&self, base: Addr, bytes: u64, owner: Owner) {
+        self.fill(base, bytes, owner.pack());
+    }
+
+    /// Forgets all pages that `bytes` from `base` on touch.
+    pub(crate) fn unregister(&self, base: Addr, bytes: u64) {
+        self.fill(base, bytes, 0);
+    }
+
+    fn fill(&self, base: Addr, bytes: u64, value: u64) {
+        let first = base.get() >> PAGE_BITS;
+        let last = (base.get() + bytes - 1) >> PAGE_BITS;
+        for page in first..=last {
+            let [high, middle, low] = split(page);
+            let middles = self.root[high].get_or_init(|| table(OnceLock::new));
+            let leaf = middles[middle].get_or_init(|| table(|| AtomicU64::new(0)));
+            leaf[low].store(value, Ordering::Release);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn owners_are_found_by_any_address_inside() {
+        let directory = Directory::new();
+        let base = Addr::new(0x7f51_2a00_0000);
+        let owner = Owner { heap: 7, segment: SegmentId::new(3) };
+        assert_eq!(directory.owner(base), None);
+        directory.register(base, 5 << 20, owner);
+        for offset in [0, 1, (5 << 20) - 1] {
+            assert_eq!(directory.owner(base + offset), Some(owner));
+        }
+        assert_eq!(directory.owner(base + (6 << 20)), None);
+        directory.unregister(base, 5 << 20);
+        assert_eq!(directory.owner(base), None);
+    }
+
+    #[test]
+    fn both_ends_of_the_address_space() {
+        let directory = Directory::new();
+        let owner = Owner { heap: 0, segment: SegmentId::new(0) };
+        let top = Addr::new(ADDRESS_END - SEGMENT_ALIGN);
+        directory.register(top, SEGMENT_ALIGN, owner);
+        assert_eq!(directory.owner(Addr::new(ADDRESS_END - 1)), Some(owner));
+        assert_eq!(directory.owner(Addr::new(ADDRESS_END)), None);
+        assert_eq!(directory.owner(Addr::new(u64::MAX)), None);
+        assert_eq!(directory.owner(Addr::NULL), None);
+    }
+}

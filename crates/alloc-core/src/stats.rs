@@ -1,0 +1,343 @@
+//! Statistics under PyTorch's names (spec §7).
+
+use crate::size_class::SizeClass;
+
+/// One gauge with its history. `current` is `allocated - freed` unless the accumulated counters
+/// were reset.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Stat {
+    /// Value now.
+    pub current: i64,
+    /// Largest value since the last peak reset.
+    pub peak: i64,
+    /// Sum of all increases since the last reset of accumulated values.
+    pub allocated: i64,
+    /// Sum of all decreases since then.
+    pub freed: i64,
+}
+
+impl Stat {
+    pub(crate) fn increase(&mut self, amount: u64) {
+        let amount = amount as i64;
+        self.current += amount;
+        self.peak = self.peak.max(self.current);
+        self.allocated += amount;
+    }
+
+    pub(crate) fn decrease(&mut self, amount: u64) {
+        let amount = amount as i64;
+        self.current -= amount;
+        self.freed += amount;
+    }
+
+    fn reset_peak(&mut self) {
+        self.peak = self.current;
+    }
+
+    fn reset_accumulated(&mut self) {
+        self.allocated = 0;
+        self.freed = 0;
+    }
+
+    /// Adds another heap's figures. The peak of a sum is at most the sum of the peaks.
+    fn add(&mut self, other: &Stat) {
+        self.current += other.current;
+        self.peak += other.peak;
+        self.allocated += other.allocated;
+        self.freed += other.freed;
+    }
+
+    const fn fields(&self) -> [(&'static str, i64); 4] {
+        [
+            ("allocated", self.allocated),
+            ("current", self.current),
+            ("freed", self.freed),
+            ("peak", self.peak),
+        ]
+    }
+}
+
+/// The gauges that are kept for both classes and their sum.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Gauge {
+    /// Blocks handed out and not yet freed by the client.
+    Allocation,
+    /// Bytes of those blocks.
+    AllocatedBytes,
+    /// Blocks handed out, or freed but waiting for events.
+    Active,
+    /// Bytes of those blocks.
+    ActiveBytes,
+    /// Bytes that the program asked for in active blocks.
+    RequestedBytes,
+    /// Segments obtained whole.
+    Segment,
+    /// Bytes obtained from the backend.
+    ReservedBytes,
+    /// Free blocks that share an ordinary segment with another block.
+    InactiveSplit,
+    /// Bytes of those blocks.
+    InactiveSplitBytes,
+}
+
+const GAUGES: usize = 9;
+
+impl Gauge {
+    /// All gauges, in the order of the table.
+    pub const ALL: [Gauge; GAUGES] = [
+        Gauge::Allocation,
+        Gauge::AllocatedBytes,
+        Gauge::Active,
+        Gauge::ActiveBytes,
+        Gauge::RequestedBytes,
+        Gauge::Segment,
+        Gauge::ReservedBytes,
+        Gauge::InactiveSplit,
+        Gauge::InactiveSplitBytes,
+    ];
+
+    /// PyTorch's key.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Gauge::Allocation => "allocation",
+            Gauge::AllocatedBytes => "allocated_bytes",
+            Gauge::Active => "active",
+            Gauge::ActiveBytes => "active_bytes",
+            Gauge::RequestedBytes => "requested_bytes",
+            Gauge::Segment => "segment",
+            Gauge::ReservedBytes => "reserved_bytes",
+            Gauge::InactiveSplit => "inactive_split",
+            Gauge::InactiveSplitBytes => "inactive_split_bytes",
+        }
+    }
+}
+
+/// A gauge for both classes and their sum.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct ByClass {
+    /// Both classes together.
+    pub all: Stat,
+    /// The small class.
+    pub small: Stat,
+    /// The large class.
+    pub large: Stat,
+}
+
+impl ByClass {
+    fn each(&mut self) -> [&mut Stat; 3] {
+        [&mut self.all, &mut self.small, &mut self.large]
+    }
+
+    fn class(&mut self, class: SizeClass) -> &mut Stat {
+        match class {
+            SizeClass::Small => &mut self.small,
+            SizeClass::Large => &mut self.large,
+        }
+    }
+}
+
+/// The statistics that change with blocks and segments; kept per heap, or per device where the peak
+/// of the sum must be exact.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub(crate) struct StatTable {
+    gauges: [ByClass; GAUGES],
+    pub(crate) oversize_allocations: Stat,
+    pub(crate) oversize_segments: Stat,
+}
+
+impl StatTable {
+    pub(crate) fn increase(&mut self, gauge: Gauge, class: SizeClass, amount: u64) {
+        let entry = &mut self.gauges[gauge as usize];
+        entry.all.increase(amount);
+        entry.class(class).increase(amount);
+    }
+
+    pub(crate) fn decrease(&mut self, gauge: Gauge, class: SizeClass, amount: u64) {
+        let entry = &mut self.gauges[gauge as usize];
+        entry.all.decrease(amount);
+        entry.class(class).decrease(amount);
+    }
+
+    pub(crate) fn get(&self, gauge: Gauge) -> &ByClass {
+        &self.gauges[gauge as usize]
+    }
+
+    fn each(&mut self) -> impl Iterator<Item = &mut Stat> {
+        self.gauges
+            .iter_mut()
+            .flat_map(ByClass::each)
+            .chain([&mut self.oversize_allocations, &mut self.oversize_segments])
+    }
+
+    pub(crate) fn reset_peak(&mut self) {
+        self.each().for_each(Stat::reset_peak);
+    }
+
+    pub(crate) fn reset_accumulated(&mut self) {
+        self.each().for_each(Stat::reset_accumulated);
+    }
+
+    pub(crate) fn add(&mut self, other: &StatTable) {
+        let mut other = other.clone();
+        for (mine, theirs) in self.each().zip(other.each()) {
+            mine.add(theirs);
+        }
+    }
+}
+
+/// Plain counters of a device.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Counters {
+    /// Requests that climbed the ladder to its last step, the flush of everything.
+    pub num_alloc_retries: i64,
+    /// Requests that ended in out of memory.
+    pub num_ooms: i64,
+    /// Times that all pending events were waited for.
+    pub num_sync_all_streams: i64,
+    /// Segments obtained, and runs of pages mapped.
+    pub num_device_alloc: i64,
+    /// Segments given back, and runs of pages unmapped.
+    pub num_device_free: i64,
+}
+
+/// The statistics of one device at one moment.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct DeviceStats {
+    pub(crate) table: StatTable,
+    /// The plain counters.
+    pub counters: Counters,
+    /// The setting `max_split_size` in bytes when the allocator was made; -1 is unlimited.
+    pub max_split_size: i64,
+}
+
+impl DeviceStats {
+    /// A gauge for both classes and their sum.
+    pub fn gauge(&self, gauge: Gauge) -> &ByClass {
+        self.table.get(gauge)
+    }
+
+    /// Blocks of `max_split_size` and more that are handed out.
+    pub fn oversize_allocations(&self) -> &Stat {
+        &self.table.oversize_allocations
+    }
+
+    /// Segments of `max_split_size` and more.
+    pub fn oversize_segments(&self) -> &Stat {
+        &self.table.oversize_segments
+    }
+
+    /// One value by PyTorch's flattened name, such as `allocated_bytes.all.peak` or `num_ooms`.
+    pub fn get(&self, key: &str) -> Option<i64> {
+        let mut parts = key.split('.');
+        let first = parts.next()?;
+        let second = parts.next();
+        let third = parts.next();
+        if parts.next().is_some() {
+            return None;
+        }
+        match (second, third) {
+            (None, None) => self.scalar(first),
+            (Some(field), None) => field_of(self.single(first)?, field),
+            (Some(class), Some(field)) => {
+                let gauge = Gauge::ALL.into_iter().find(|gauge| gauge.name() == first)?;
+                let by_class = self.table.get(gauge);
+                let stat = match class {
+                    "all" => &by_class.all,
+                    "small_pool" => &by_class.small,
+                    "large_pool" => &by_class.large,
+                    _ => return None,
+                };
+                field_of(stat, field)
+            }
+            (None, Some(_)) => None,
+        }
+    }
+
+    fn scalar(&self, name: &str) -> Option<i64> {
+        self.scalars().into_iter().find(|(key, _)| *key == name).map(|(_, value)| value)
+    }
+
+    fn scalars(&self) -> [(&'static str, i64); 6] {
+        let c = &self.counters;
+        [
+            ("max_split_size", self.max_split_size),
+            ("num_alloc_retries", c.num_alloc_retries),
+            ("num_device_alloc", c.num_device_alloc),
+            ("num_device_free", c.num_device_free),
+            ("num_ooms", c.num_ooms),
+            ("num_sync_all_streams", c.num_sync_all_streams),
+        ]
+    }
+
+    fn single(&self, name: &str) -> Option<&Stat> {
+        match name {
+            "oversize_allocations" => Some(&self.table.oversize_allocations),
+            "oversize_segments" => Some(&self.table.oversize_segments),
+            _ => None,
+        }
+    }
+
+    /// All values under PyTorch's flattened names, sorted by name.
+    pub fn flatten(&self) -> Vec<(String, i64)> {
+        let mut rows: Vec<(String, i64)> =
+            self.scalars().into_iter().map(|(key, value)| (key.to_owned(), value)).collect();
+        for name in ["oversize_allocations", "oversize_segments"] {
+            if let Some(stat) = self.single(name) {
+                rows.extend(stat.fields().map(|(field, value)| (format!("{name}.{field}"), value)));
+            }
+        }
+        for gauge in Gauge::ALL {
+            let by_class = self.table.get(gauge);
+            for (class, stat) in [
+                ("all", &by_class.all),
+                ("small_pool", &by_class.small),
+                ("large_pool", &by_class.large),
+            ] {
+                rows.extend(
+                    stat.fields()
+                        .map(|(field, value)| (format!("{}.{class}.{field}", gauge.name()), value)),
+                );
+            }
+        }
+        rows.sort();
+        rows
+    }
+}
+
+fn field_of(stat: &Stat, field: &str) -> Option<i64> {
+    stat.fields().into_iter().find(|(name, _)| *name == field).map(|(_, value)| value)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_stat_remembers_its_peak_and_history() {
+        let mut stat = Stat::default();
+        stat.increase(10);
+        stat.decrease(4);
+        stat.increase(1);
+        assert_eq!(stat, Stat { current: 7, peak: 10, allocated: 11, freed: 4 });
+        stat.reset_peak();
+        stat.reset_accumulated();
+        assert_eq!(stat, Stat { current: 7, peak: 7, allocated: 0, freed: 0 });
+    }
+
+    #[test]
+    fn every_flattened_name_can_be_asked_for() {
+        let mut stats = DeviceStats::default();
+        stats.table.increase(Gauge::ReservedBytes, SizeClass::Large, 20);
+        stats.counters.num_ooms = 3;
+        let rows = stats.flatten();
+        assert_eq!(rows.len(), 9 * 3 * 4 + 2 * 4 + 6);
+        assert!(rows.is_sorted());
+        for (key, value) in rows {
+            assert_eq!(stats.get(&key), Some(value), "{key}");
+        }
+        assert_eq!(stats.get("reserved_bytes.large_pool.peak"), Some(20));
+        assert_eq!(stats.get("num_ooms"), Some(3));
+        assert_eq!(stats.get("no.such.key"), None);
+        assert_eq!(stats.get("reserved_bytes.all.peak.x"), None);
+    }
+}

@@ -1,0 +1,148 @@
+//! The driver calls: their kinds, what a hook sees of one, and the log.
+
+use std::collections::VecDeque;
+use std::fmt;
+
+use alloc_core::backend::ErrorKind;
+use alloc_core::{Addr, DeviceId, StreamId};
+
+/// A kind of driver call: one for every fallible method of the backend traits.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub enum Call {
+    /// `Backend::acquire`
+    Acquire,
+    /// `Backend::release`
+    Release,
+    /// `Backend::record`
+    Record,
+    /// `Backend::query`
+    Query,
+    /// `Backend::wait`
+    Wait,
+    /// `MemoryInfo::memory`
+    Memory,
+    /// `VirtualMemory::reserve`
+    Reserve,
+    /// `VirtualMemory::unreserve`
+    Unreserve,
+    /// `VirtualMemory::create`
+    Create,
+    /// `VirtualMemory::destroy`
+    Destroy,
+    /// `VirtualMemory::map`
+    Map,
+    /// `VirtualMemory::set_access`
+    SetAccess,
+    /// `VirtualMemory::unmap`
+    Unmap,
+    /// [`MockBackend::wait_event`](crate::MockBackend::wait_event): a stream ordered after an event
+    WaitEvent,
+}
+
+impl Call {
+    /// Every kind, in declaration order.
+    pub const ALL: [Call; 14] = [
+        Call::Acquire,
+        Call::Release,
+        Call::Record,
+        Call::Query,
+        Call::Wait,
+        Call::Memory,
+        Call::Reserve,
+        Call::Unreserve,
+        Call::Create,
+        Call::Destroy,
+        Call::Map,
+        Call::SetAccess,
+        Call::Unmap,
+        Call::WaitEvent,
+    ];
+
+    /// Whether the call takes something that may have run out, so that
+    /// [`ErrorKind::OutOfMemory`] is its natural failure.
+    pub const fn takes_memory(self) -> bool {
+        matches!(self, Call::Acquire | Call::Create | Call::Reserve)
+    }
+
+    /// The name of the trait method.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Call::Acquire => "acquire",
+            Call::Release => "release",
+            Call::Record => "record",
+            Call::Query => "query",
+            Call::Wait => "wait",
+            Call::Memory => "memory",
+            Call::Reserve => "reserve",
+            Call::Unreserve => "unreserve",
+            Call::Create => "create",
+            Call::Destroy => "destroy",
+            Call::Map => "map",
+            Call::SetAccess => "set_access",
+            Call::Unmap => "unmap",
+            Call::WaitEvent => "wait_event",
+        }
+    }
+}
+
+impl fmt::Display for Call {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// One call as a hook sees it, before it has any effect.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct CallInfo {
+    /// Which call.
+    pub call: Call,
+    /// The device it is about: of the stream, of the segment, of the page.
+    pub device: DeviceId,
+    /// The stream, where the call names one (for query and wait: the one the event was recorded
+    /// on).
+    pub stream: Option<StreamId>,
+    /// The address, or [`Addr::NULL`] where there is none yet.
+    pub addr: Addr,
+    /// The size in bytes; 0 where there is none.
+    pub bytes: u64,
+}
+
+/// One finished call.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct LogEntry {
+    /// Number of the operation, counted over everything told to or asked of the backend.
+    pub operation: u64,
+    /// The call; `addr` is filled in for calls that returned an address.
+    pub info: CallInfo,
+    /// `None` if it succeeded.
+    pub error: Option<ErrorKind>,
+    /// Streams whose unfinished work the host had to wait for in this call, ascending.
+    pub waited_for: Vec<StreamId>,
+}
+
+/// The latest calls, oldest first.
+#[derive(Debug, Default)]
+pub(crate) struct Log {
+    capacity: usize,
+    entries: VecDeque<LogEntry>,
+}
+
+impl Log {
+    pub(crate) fn new(capacity: usize) -> Self {
+        Log { capacity, entries: VecDeque::new() }
+    }
+
+    pub(crate) fn push(&mut self, entry: LogEntry) {
+        if self.capacity == 0 {
+            return;
+        }
+        if self.entries.len() == self.capacity {
+            self.entries.pop_front();
+        }
+        self.entries.push_back(entry);
+    }
+
+    pub(crate) fn take(&mut self) -> Vec<LogEntry> {
+        std::mem::take(&mut self.entries).into()
+    }
+}

@@ -1,0 +1,325 @@
+//! The simulator's state, all of it under one lock, and the rules that every call shares.
+
+use std::collections::BTreeSet;
+
+use alloc_core::backend::ErrorKind;
+use alloc_core::{Addr, DeviceId};
+
+use crate::addresses::AddressSpace;
+use crate::call::Log;
+use crate::captures::Captures;
+use crate::costs::call_ns;
+use crate::event::MockEvent;
+use crate::faults::FaultPlan;
+use crate::judge::{Book, end_of, unordered};
+use crate::memory::{Memory, Piece};
+use crate::streams::{Ending, Lane, MockStream, Streams, Work, id_of};
+use crate::{Call, CallInfo, Costs, LogEntry, MockError, Rng, Rule, Violation};
+
+/// Why a call fails, before it is known which call it is.
+pub(crate) type Failure = (ErrorKind, &'static str);
+
+#[derive(Debug)]
+pub(crate) struct Sim {
+    pub(crate) operation: u64,
+    pub(crate) unloaded: bool,
+    pub(crate) strict: bool,
+    pub(crate) memory: Memory,
+    pub(crate) space: AddressSpace,
+    pub(crate) streams: Streams,
+    pub(crate) captures: Captures,
+    pub(crate) book: Book,
+    pub(crate) faults: FaultPlan,
+    pub(crate) costs: Costs,
+    pub(crate) log: Log,
+    pub(crate) violations: Vec<Violation>,
+    /// Generator and probability of work ending by chance.
+    pub(crate) chance: Option<(Rng, f64)>,
+}
+
+/// A call that has begun: what will be logged of it.
+#[derive(Debug)]
+pub(crate) struct Begun {
+    pub(crate) info: CallInfo,
+    operation: u64,
+    pub(crate) waited_for: BTreeSet<usize>,
+}
+
+impl Sim {
+    /// What every driver call begins with: its number, its cost, work that ends by chance, faults.
+    pub(crate) fn begin(&mut self, info: CallInfo) -> Result<Begun, MockError> {
+        if self.unloaded {
+            return Err(MockError::new(info.call, ErrorKind::DeviceLost, "the driver is gone"));
+        }
+        self.operation += 1;
+        let ns = call_ns(info.call, info.bytes);
+        self.costs.add(info.call, ns);
+        self.streams.now_ns += ns;
+        self.streams.settle();
+        if let Some((rng, p)) = &mut self.chance {
+            self.streams.end_by_chance(|| rng.chance(*p));
+        }
+        let begun = Begun { info, operation: self.operation, waited_for: BTreeSet::new() };
+        match self.faults.strike(info.call) {
+            None => Ok(begun),
+            Some(kind) => {
+                self.log(begun, Some(kind));
+                Err(MockError::injected(info.call, kind))
+            }
+        }
+    }
+
+    /// What every driver call ends with.
+    pub(crate) fn finish<T>(
+        &mut self,
+        begun: Begun,
+        result: Result<T, Failure>,
+    ) -> Result<T, MockError> {
+        let call = begun.info.call;
+        self.log(begun, result.as_ref().err().map(|failure| failure.0));
+        result.map_err(|(kind, why)| MockError::new(call, kind, why))
+    }
+
+    fn log(&mut self, begun: Begun, error: Option<ErrorKind>) {
+        let waited_for = begun.waited_for.into_iter().map(id_of).collect();
+        let Begun { info, operation, .. } = begun;
+        self.log.push(LogEntry { operation, info, error, waited_for });
+    }
+
+    /// Notes a broken rule.
+    ///
+    /// # Panics
+    /// In a strict backend, unless the thread is panicking already.
+    pub(crate) fn violate(
+        &mut self,
+        rule: Rule,
+        (stream, other): (Option<usize>, Option<usize>),
+        (addr, bytes): (Addr, u64),
+    ) {
+        let violation = Violation {
+            operation: self.operation,
+            rule,
+            stream: stream.map(id_of),
+            other: other.map(id_of),
+            addr,
+            bytes,
+        };
+        let panics = self.strict && !std::thread::panicking();
+        self.violations.push(violation.clone());
+        assert!(!panics, "{violation}");
+    }
+
+    /// As [`violate`](Sim::violate), for a call; the failure to return from it.
+    pub(crate) fn refuse(&mut self, rule: Rule, info: &CallInfo, why: &'static str) -> Failure {
+        let stream = info.stream.map(|id| id.get() as usize);
+        self.violate(rule, (stream, None), (info.addr, info.bytes));
+        (ErrorKind::Other, why)
+    }
+
+    /// The host waits for the first `items` items of a stream, and knows it then.
+    pub(crate) fn host_waits(&mut self, stream: usize, items: u64) -> BTreeSet<usize> {
+        let before_ns = self.streams.now_ns;
+        let forced = self.streams.end_through(stream, items, Ending::Waited);
+        self.costs.waited_ns += self.streams.now_ns - before_ns;
+        forced
+    }
+
+    /// The host waits for everything queued on these streams.
+    pub(crate) fn host_waits_for_all(&mut self, streams: &[usize]) -> BTreeSet<usize> {
+        let mut forced = BTreeSet::new();
+        for &stream in streams {
+            let clock = self.streams.all[stream].lane.now(stream);
+            forced.extend(self.host_waits(stream, self.streams.all[stream].lane.queued));
+            self.streams.observe(&clock);
+        }
+        forced
+    }
+
+    /// Queues work, or adds it to the capture that the stream takes part in.
+    pub(crate) fn launch(&mut self, stream: &MockStream, work: Work) {
+        self.operation += 1;
+        let mut pieces = Vec::new();
+        for &(addr, bytes) in work.ranges.iter().filter(|range| range.1 > 0) {
+            pieces.extend(self.pieces_used(stream, addr, bytes));
+        }
+        let Sim { streams, captures, .. } = self;
+        let capture = captures.of(stream.index).and_then(|id| captures.get_mut(id));
+        let (lane, item) = match capture {
+            Some(capture) => {
+                capture.touches.extend(&work.ranges);
+                let lane = capture.lanes.entry(stream.index).or_default();
+                lane.queued += 1;
+                let item = lane.queued;
+                (lane, item)
+            }
+            None => {
+                let item = streams.queue_work(stream.index, work.end);
+                let state = &mut streams.all[stream.index];
+                for (addr, bytes) in work.ranges {
+                    state.touched_addrs.set(addr.get(), end_of(addr, bytes), item);
+                }
+                (&mut state.lane, item)
+            }
+        };
+        for (from, to) in pieces {
+            lane.touched.set(from, to, item);
+        }
+        streams.settle();
+    }
+
+    /// The physical runs that work on the range touches, judged.
+    fn pieces_used(&mut self, stream: &MockStream, addr: Addr, bytes: u64) -> Vec<Piece> {
+        let place = ((Some(stream.index), None), (addr, bytes));
+        if !self.book.holds(addr, bytes) {
+            self.violate(Rule::UnallocatedUse, place.0, place.1);
+        }
+        match self.memory.translate(addr, bytes, stream.device) {
+            Ok(pieces) => pieces,
+            Err(rule) => {
+                self.violate(rule, place.0, place.1);
+                Vec::new()
+            }
+        }
+    }
+
+    /// Judges an allocation that was handed out.
+    pub(crate) fn allocated(&mut self, addr: Addr, bytes: u64, stream: &MockStream) {
+        self.operation += 1;
+        let range = (addr, bytes);
+        let on = Some(stream.index);
+        let pieces = match self.memory.translate(addr, bytes, stream.device) {
+            Ok(pieces) => pieces,
+            Err(rule) => {
+                self.violate(rule, (on, None), range);
+                Vec::new()
+            }
+        };
+        let same_addr = self.book.within(addr, bytes).is_some();
+        if same_addr || self.book.overlapping(&pieces).is_some() {
+            self.violate(Rule::Overlap, (on, None), range);
+        }
+        for other in self.endangered(stream.index, &pieces) {
+            self.violate(Rule::EarlyReuse, (on, Some(other)), range);
+        }
+        self.book.insert(addr, bytes, pieces);
+    }
+
+    /// Streams whose work on `pieces` the next work of `stream` would overtake.
+    fn endangered(&self, stream: usize, pieces: &[Piece]) -> BTreeSet<usize> {
+        let Streams { all, host, .. } = &self.streams;
+        let eager = all.iter().map(|state| &state.lane).enumerate();
+        let own = (stream, &all[stream].lane);
+        let mut found = BTreeSet::from_iter(unordered(eager, own, |s| host.get(s), pieces));
+        if let Some(capture) = self.captures.of(stream).and_then(|id| self.captures.get(id)) {
+            let lanes = || capture.lanes.iter().map(|(&s, lane): (&usize, &Lane)| (s, lane));
+            for own in lanes().filter(|(s, _)| *s == stream) {
+                found.extend(unordered(lanes(), own, |_| 0, pieces));
+            }
+        }
+        found
+    }
+
+    /// Judges a free by the client; the size of what was freed.
+    pub(crate) fn freed(&mut self, addr: Addr) -> Option<u64> {
+        self.operation += 1;
+        let bytes = self.book.remove(addr);
+        if bytes.is_none() {
+            self.violate(Rule::UnknownFree, (None, None), (addr, 0));
+        }
+        bytes
+    }
+
+    /// Puts an allocation back that was freed a moment ago.
+    pub(crate) fn still_live(&mut self, addr: Addr, bytes: u64) {
+        let pieces = self.memory.pieces(addr, bytes).unwrap_or_default();
+        self.book.insert(addr, bytes, pieces);
+    }
+
+    /// Judges that the memory at these addresses goes away.
+    pub(crate) fn vanishes(&mut self, under_work: Rule, addr: Addr, bytes: u64) {
+        for stream in self.streams.unseen_on(addr, bytes) {
+            self.violate(under_work, (Some(stream), None), (addr, bytes));
+        }
+        if let Some(live) = self.book.within(addr, bytes) {
+            self.violate(Rule::ReleaseOfAllocated, (None, None), live);
+        }
+        self.streams.forget_addresses(addr, bytes);
+    }
+
+    /// Gives a segment back: waits for its device, then judges.
+    pub(crate) fn release(&mut self, base: Addr, bytes: u64, device: DeviceId) -> BTreeSet<usize> {
+        let waited = self.host_waits_for_all(&self.streams.of_device(device));
+        self.vanishes(Rule::ReleaseUnderWork, base, bytes);
+        if let Some(piece) = self.memory.remove_segment(base) {
+            self.streams.forget_physical(piece);
+        }
+        self.memory.put_back(device, bytes);
+        self.space.give_back(base);
+        waited
+    }
+
+    /// Orders what follows on `stream` after `event`, inside a capture or out of any.
+    pub(crate) fn order_after(&mut self, stream: usize, event: &MockEvent) -> Result<(), Failure> {
+        const CROSSED: Failure = (ErrorKind::Other, "the event belongs to another capture or none");
+        let own = self.captures.of(stream);
+        match event.capture {
+            None if own.is_none() => {
+                self.streams.queue_after(stream, (event.stream, event.items), &event.clock);
+                Ok(())
+            }
+            Some(id) if own.is_none_or(|own| own == id) => {
+                let capture = self.captures.get_mut(id).ok_or(CROSSED)?;
+                let lane = capture.lanes.entry(stream).or_default();
+                lane.queued += 1;
+                lane.clock.join(&event.clock);
+                Ok(())
+            }
+            _ => {
+                if let Some(own) = own {
+                    self.captures.strike(own);
+                    self.violate(Rule::CallDuringCapture, (Some(stream), None), (Addr::NULL, 0));
+                }
+                Err(CROSSED)
+            }
+        }
+    }
+
+    /// Whether the host may ask about an event now.
+    pub(crate) fn may_ask(&mut self, event: &MockEvent, info: &CallInfo) -> Result<(), Failure> {
+        if let Some(id) = event.capture {
+            self.captures.strike(id);
+            return Err(self.refuse(Rule::CapturedEvent, info, "the event was captured"));
+        }
+        if self.captures.strike_unsafe_call() {
+            return Err(self.refuse(Rule::CallDuringCapture, info, "a capture forbids it"));
+        }
+        Ok(())
+    }
+
+    /// Position and order of an event recorded on `stream` now: its item, what it comes after, and
+    /// the capture it is part of.
+    pub(crate) fn position(&self, stream: usize) -> (u64, crate::clock::Clock, Option<u64>) {
+        let id = self.captures.of(stream);
+        let captured = id.and_then(|id| self.captures.get(id));
+        let lane = captured
+            .and_then(|capture| capture.lanes.get(&stream))
+            .unwrap_or(&self.streams.all[stream].lane);
+        (lane.queued, lane.now(stream), id)
+    }
+}
+
+/// Shorthand for calls about a stream.
+pub(crate) fn on_stream(call: Call, stream: &MockStream) -> CallInfo {
+    CallInfo {
+        call,
+        device: stream.device,
+        stream: Some(id_of(stream.index)),
+        addr: Addr::NULL,
+        bytes: 0,
+    }
+}
+
+/// Shorthand for calls about a range of a device.
+pub(crate) fn on_range(call: Call, device: DeviceId, addr: Addr, bytes: u64) -> CallInfo {
+    CallInfo { call, device, stream: None, addr, bytes }
+}
