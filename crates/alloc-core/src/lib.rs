@@ -3,8 +3,6 @@
 
 mod allocator;
 pub mod backend;
-pub mod host;
-mod sync;
 mod block;
 pub mod config;
 mod directory;
@@ -12,9 +10,11 @@ mod error;
 mod events;
 mod free_index;
 mod heap;
+pub mod host;
 mod pager;
 pub mod size_class;
 pub mod stats;
+mod sync;
 mod table;
 pub mod trace;
 mod units;

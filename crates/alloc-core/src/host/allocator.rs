@@ -301,6 +301,7 @@ impl<B: HostBackend> HostAllocator<B> {
         let flushed = engine.flush_all();
         let processed = engine.process_events(Scan::All).map(drop);
         engine.trim_now_and_then();
+        engine.streams.forget_unused();
         flushed.and(processed)
     }
 

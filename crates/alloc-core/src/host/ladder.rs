@@ -64,6 +64,7 @@ impl<B: HostBackend> Engine<B> {
         if flushed.and(self.process_events(Scan::All)).is_err() {
             self.counters.deferred_failures.fetch_add(1, Relaxed);
         }
+        self.streams.forget_unused();
     }
 
     /// A free block, wherever in the pool's memory on that node it hides.

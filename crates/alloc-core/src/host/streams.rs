@@ -86,6 +86,9 @@ impl<T: Stream> StreamRef<T> {
     }
 }
 
+/// With so many streams, and every time that their number doubles, unused ones are forgotten.
+const FORGET_FROM: usize = 16;
+
 /// All streams in use.
 #[derive(Debug)]
 pub(crate) struct StreamTable<T: Stream> {
@@ -105,7 +108,15 @@ impl<T: Stream> StreamTable<T> {
         }
         let slot = StreamSlot { stream: stream.clone(), open: Mutex::new(Batch::default()) };
         let new = StreamRef(Arc::new(slot));
-        self.slots.write().entry(id).or_insert(new).clone()
+        let (entry, streams) = {
+            let mut slots = self.slots.write();
+            let entry = slots.entry(id).or_insert(new).clone();
+            (entry, slots.len())
+        };
+        if streams >= FORGET_FROM && streams.is_power_of_two() {
+            self.forget_unused();
+        }
+        entry
     }
 
     /// All streams, by id.

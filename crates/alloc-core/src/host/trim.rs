@@ -45,6 +45,7 @@ impl<B: HostBackend> Engine<B> {
                 self.forget_if_empty(&pool);
             }
         }
+        self.streams.forget_unused();
         outcome
     }
 
