@@ -138,22 +138,30 @@ impl<B: HostBackend> HostAllocator<B> {
         }
     }
 
+    #[inline(always)]
     fn serve(&self, bytes: u64, place: Place, pool: &PoolOf<B>) -> Result<HostAllocation, B> {
         let engine = self.engine();
-        if bytes == 0 {
-            return Ok(self.nothing());
-        }
-        if bytes > REQUEST_BYTES_MAX {
-            return Err(HostError::TooLarge { requested: bytes });
+        if bytes == 0 || bytes > REQUEST_BYTES_MAX {
+            return self.refuse(bytes);
         }
         let ask = Ask { pool, node: engine.node(place)?, bytes };
         if !engine.is_ours() {
             self.process_inline(pool)?;
         }
-        if let Some(served) = engine.take(ask) {
-            return Ok(engine.wrap(ask, served));
+        match engine.take(ask) {
+            Some(served) => Ok(engine.wrap(ask, served)),
+            None => self.serve_miss(ask),
         }
-        self.serve_miss(ask)
+    }
+
+    /// Answers requests of no bytes, or of impossibly many.
+    #[cold]
+    fn refuse(&self, bytes: u64) -> Result<HostAllocation, B> {
+        if bytes > 0 {
+            return Err(HostError::TooLarge { requested: bytes });
+        }
+        let context = HostContext::null(self.engine().owner);
+        Ok(HostAllocation { addr: Addr::NULL, requested: 0, bytes: 0, context })
     }
 
     #[cold]
@@ -187,11 +195,6 @@ impl<B: HostBackend> HostAllocator<B> {
         }
         let worker = Arc::clone(&self.shared.engine);
         self.shared.background.ensure(engine.config.background_period, move || worker.tick());
-    }
-
-    fn nothing(&self) -> HostAllocation {
-        let context = HostContext::null(self.engine().owner);
-        HostAllocation { addr: Addr::NULL, requested: 0, bytes: 0, context }
     }
 
     /// Gives memory back. It is reused once every stream that was recorded for it has finished what

@@ -1,5 +1,6 @@
 //! The blocks of one container (a bucket or a heap) and their states.
 
+use super::home::Taken;
 use crate::units::Addr;
 use smallvec::SmallVec;
 
@@ -55,10 +56,14 @@ pub(crate) struct Block<S> {
     pub(crate) addr: Addr,
     pub(crate) bytes: u64,
     pub(crate) requested: u64,
+    /// Of a free block that is a whole span: which time that is.
+    pub(crate) idle_stamp: u64,
     /// The blocks before and after it in its span; `NONE` at the ends.
     pub(crate) prev: u32,
     pub(crate) next: u32,
     pub(crate) generation: u32,
+    /// What the span's owner gave with it; the same for all blocks of a span.
+    pub(crate) origin: u32,
     pub(crate) state: State,
     /// Its memory leaves the container when it is freed.
     pub(crate) uncached: bool,
@@ -89,9 +94,11 @@ impl<S: PartialEq> BlockTable<S> {
             addr,
             bytes,
             requested: 0,
+            idle_stamp: 0,
             prev: NONE,
             next: NONE,
             generation,
+            origin: NONE,
             state: State::Free,
             uncached: false,
             uses: Uses::new(),
@@ -119,16 +126,23 @@ impl<S: PartialEq> BlockTable<S> {
     }
 
     /// Hands a free block to a client.
-    pub(crate) fn start(&mut self, index: u32, requested: u64) -> BlockId {
+    #[inline]
+    pub(crate) fn start(&mut self, index: u32, requested: u64) -> Taken {
         let block = &mut self.blocks[index as usize];
         debug_assert!(matches!(block.state, State::Free | State::Recent), "{:?}", block.state);
         block.state = State::Live;
         block.requested = requested;
         block.generation = block.generation.wrapping_add(1);
-        BlockId { index, generation: block.generation }
+        let id = BlockId { index, generation: block.generation };
+        Taken { id, addr: block.addr, bytes: block.bytes }
+    }
+
+    pub(crate) fn get(&self, index: u32) -> Option<&Block<S>> {
+        self.blocks.get(index as usize)
     }
 
     /// The block of an allocation that its client still holds.
+    #[inline]
     pub(crate) fn live(&mut self, id: BlockId) -> Option<&mut Block<S>> {
         self.blocks
             .get_mut(id.index as usize)
@@ -192,16 +206,16 @@ mod tests {
     fn a_stale_id_never_resolves() {
         let mut table = BlockTable::<u32>::default();
         let index = table.insert(Addr::new(64), 64);
-        let first = table.start(index, 10);
+        let first = table.start(index, 10).id;
         assert!(table.live(first).is_some());
         table[index].state = State::Free;
         assert!(table.live(first).is_none(), "freed");
-        let second = table.start(index, 10);
+        let second = table.start(index, 10).id;
         assert!(table.live(first).is_none(), "served again");
         table[index].state = State::Free;
         table.remove(index);
         assert_eq!(table.insert(Addr::new(128), 64), index, "the slot is used again");
-        let third = table.start(index, 10);
+        let third = table.start(index, 10).id;
         assert!(table.live(second).is_none() && table.live(third).is_some());
     }
 
@@ -209,7 +223,7 @@ mod tests {
     fn a_use_is_noted_once_per_stream() {
         let mut table = BlockTable::<u32>::default();
         let index = table.insert(Addr::new(64), 64);
-        let id = table.start(index, 10);
+        let id = table.start(index, 10).id;
         for stream in [1, 2, 1] {
             assert!(table.note_use(id, Use::Stream(stream)));
         }
@@ -221,7 +235,7 @@ mod tests {
     fn an_event_that_is_counted_twice_is_a_bug() {
         let mut table = BlockTable::<u32>::default();
         let index = table.insert(Addr::new(64), 64);
-        let id = table.start(index, 10);
+        let id = table.start(index, 10).id;
         table[index].state = State::Draining { pending: 1 };
         assert!(table.count_down(id));
         table[index].state = State::Free;

@@ -5,7 +5,7 @@
 
 use super::block::{BlockId, BlockTable, State};
 use super::check::{Violation, ensure};
-use super::home::{Home, Released, Span, Taken};
+use super::home::{After, Home, Span, Taken};
 use super::padded::Padded;
 use super::stats::{BUCKETS, Ledger, bucket_of};
 use crate::sync::{Mutex, MutexGuard, RwLock};
@@ -43,10 +43,9 @@ impl<S: PartialEq> Bucket<S> {
     }
 
     fn hand_out(&mut self, index: u32, requested: u64) -> Taken {
-        let id = self.table.start(index, requested);
-        let block = &self.table[index];
-        self.ledger.start(block.bytes, requested);
-        Taken { id, addr: block.addr, bytes: block.bytes }
+        let taken = self.table.start(index, requested);
+        self.ledger.start(taken.bytes, requested);
+        taken
     }
 }
 
@@ -59,16 +58,16 @@ impl<S: PartialEq> Home<S> for Bucket<S> {
         &mut self.ledger
     }
 
-    fn put_back(&mut self, index: u32) -> Released {
+    fn put_back(&mut self, index: u32) -> After {
         let block = &mut self.table[index];
         block.state = State::Free;
         let span = Span { base: block.addr, bytes: block.bytes };
         if span.bytes > self.cached_max {
             self.table.remove(index);
-            return Released::Leaves(span);
+            return After::Unpin(span);
         }
         self.free.push(index);
-        Released::Kept
+        After::Nothing
     }
 }
 
@@ -233,9 +232,9 @@ impl<S: PartialEq> ClassStore<S> {
         }
         let ledger = &bucket.ledger;
         let kept = [
-            ledger.active_requests.current as u64,
-            ledger.active_bytes.current as u64,
-            ledger.requested_bytes.current as u64,
+            ledger.active_requests.current(),
+            ledger.active_bytes.current(),
+            ledger.requested_bytes.current(),
             ledger.draining_bytes,
         ];
         ensure(free == bucket.free.len(), "H4", || format!("class {home} lists blocks twice"))?;

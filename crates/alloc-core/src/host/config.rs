@@ -54,8 +54,8 @@ pub struct HostConfig {
     pub reserved_bytes_max: Option<u64>,
     /// Policy `ours`: sizes of small blocks are multiples of this; a power of two from 64 to 4096.
     pub granule_bytes: u64,
-    /// Policy `ours`: heaps for small blocks that a node may have. Threads use the first until they
-    /// meet there. 1 to 64.
+    /// Policy `ours`: heaps for small blocks that a node may have; by default as many as the machine
+    /// has cores. Threads use the first until they meet there. 1 to 64.
     pub shards: u16,
     /// Policy `ours`: requests up to this many bytes are small: served by shards.
     pub small_bytes_max: u64,
@@ -105,7 +105,7 @@ impl HostConfig {
             cached_age_max: Some(Duration::from_secs(60)),
             reserved_bytes_max: None,
             granule_bytes: 64,
-            shards: 64,
+            shards: cores(),
             small_bytes_max: MIB,
             growth_bytes_min: 2 * MIB,
             growth_bytes_max: 64 * MIB,
@@ -201,6 +201,11 @@ impl HostConfig {
         require(self.piece_bytes_max >= PIN_ALIGN, "piece_bytes_max", "must be at least 4096")?;
         require(!self.background_period.is_zero(), "background_period", "must not be 0")
     }
+}
+
+/// Threads that can run at once, as far as a setting for it goes.
+fn cores() -> u16 {
+    std::thread::available_parallelism().map_or(1, |cores| cores.get().min(64) as u16)
 }
 
 /// Splits at commas outside square brackets; empty items vanish.

@@ -17,6 +17,7 @@ use super::stats::HostStats;
 use super::store::{Served, Store};
 use super::streams::{StreamRef, StreamTable};
 use crate::sync::Mutex;
+use crate::units::DeviceId;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
 
 /// Largest request: more than any machine has, and far from where arithmetic could overflow.
@@ -45,6 +46,8 @@ pub(crate) struct Engine<B: HostBackend> {
     pub(crate) pins: PinTable<B>,
     pub(crate) reserve: Reserve,
     pub(crate) counters: Counters,
+    /// The node of requests that name no place: that of device 0 if there is one.
+    any_node: NodeId,
 }
 
 #[derive(Debug, Default)]
@@ -80,7 +83,13 @@ impl<B: HostBackend> Copy for Ask<'_, B> {}
 impl<B: HostBackend> Engine<B> {
     pub(crate) fn new(backend: B, config: HostConfig) -> Self {
         static OWNERS: AtomicU32 = AtomicU32::new(0);
+        let any_node = match config.policy {
+            HostPolicy::Ours => backend.node_of(DeviceId::new(0)),
+            HostPolicy::Pytorch => None,
+        };
+        let exists = |node: &NodeId| node.index() < backend.node_count() as usize;
         Engine {
+            any_node: any_node.filter(exists).unwrap_or(NodeId::new(0)),
             owner: OWNERS.fetch_add(1, Relaxed),
             options: Options::new(&config),
             pools: PoolTable::new(new_store(&config, &backend, config.shards)),
@@ -106,23 +115,27 @@ impl<B: HostBackend> Engine<B> {
     }
 
     /// The node where memory for `place` should be. Policy `pytorch` knows one node only.
+    #[inline]
     pub(crate) fn node(&self, place: Place) -> Result<NodeId, B> {
-        use crate::units::DeviceId;
-        let node = match place {
-            Place::Anywhere if self.backend.node_count() == 1 => NodeId::new(0),
-            Place::Anywhere => self.backend.node_of(DeviceId::new(0)).unwrap_or(NodeId::new(0)),
-            Place::Device(device) => {
-                self.backend.node_of(device).ok_or(HostError::NoSuchPlace(place))?
-            }
-            Place::Node(node) => node,
-        };
-        if node.index() >= self.backend.node_count() as usize {
-            return Err(HostError::NoSuchPlace(place));
+        match place {
+            Place::Anywhere => Ok(self.any_node),
+            _ => self.node_named(place),
         }
-        Ok(if self.is_ours() { node } else { NodeId::new(0) })
+    }
+
+    fn node_named(&self, place: Place) -> Result<NodeId, B> {
+        let node = match place {
+            Place::Anywhere => Some(self.any_node),
+            Place::Device(device) => self.backend.node_of(device),
+            Place::Node(node) => Some(node),
+        };
+        let node = node.filter(|node| node.index() < self.backend.node_count() as usize);
+        let node = node.ok_or(HostError::NoSuchPlace(place))?;
+        Ok(if self.is_ours() { node } else { self.any_node })
     }
 
     /// A block that is free already, or nothing.
+    #[inline(always)]
     pub(crate) fn take(&self, ask: Ask<'_, B>) -> Option<Served> {
         match &ask.pool.store {
             Store::Classes(classes) => classes.take(self.options.class_bytes(ask.bytes), ask.bytes),
@@ -134,6 +147,7 @@ impl<B: HostBackend> Engine<B> {
     }
 
     /// What the client gets.
+    #[inline(always)]
     pub(crate) fn wrap(&self, ask: Ask<'_, B>, (home, taken): Served) -> HostAllocation {
         let block = BlockRef { pool: ask.pool.slot, home, id: taken.id };
         HostAllocation {
@@ -152,6 +166,7 @@ impl<B: HostBackend> Engine<B> {
     pub(crate) fn stats(&self) -> HostStats {
         let mut stats = HostStats::new(&self.pins.ledger());
         self.each_pool(|pool| pool.store.each_ledger(|ledger| stats.add(ledger)));
+        stats.bound_peaks();
         stats.deferred_failures = self.counters.deferred_failures.load(Relaxed);
         stats.unpin_failures = self.counters.unpin_failures.load(Relaxed);
         stats.num_misses = self.counters.misses.load(Relaxed);

@@ -3,8 +3,9 @@
 use super::backend::HostBackend;
 use super::engine::{Engine, Result, StreamOf};
 use super::error::{HostError, HostOp};
-use super::home::{BlockRef, Span};
-use super::store::{After, Store};
+use super::home::{After, BlockRef, Span};
+use super::slabs::node_of;
+use super::store::Store;
 use crate::backend::Completion;
 use crate::units::StreamId;
 use smallvec::SmallVec;
@@ -180,7 +181,7 @@ impl<B: HostBackend> Engine<B> {
                 self.pools.with(pool, |pool| {
                     if let Store::Slabs(slabs) = &pool.store {
                         slabs.return_surplus(home);
-                        let node = slabs.node_of(home);
+                        let node = node_of(home);
                         self.give_back_excess(pool, slabs, node);
                     }
                 });
@@ -188,7 +189,7 @@ impl<B: HostBackend> Engine<B> {
             After::Excess => {
                 self.pools.with(pool, |pool| {
                     if let Store::Slabs(slabs) = &pool.store {
-                        self.give_back_excess(pool, slabs, slabs.node_of(home));
+                        self.give_back_excess(pool, slabs, node_of(home));
                     }
                 });
             }

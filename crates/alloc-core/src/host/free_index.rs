@@ -4,6 +4,7 @@
 //! through two levels of bitmap; larger sizes share one ordered map.
 
 use crate::units::Addr;
+use smallvec::SmallVec;
 use std::collections::BTreeMap;
 
 const WORD: usize = 64;
@@ -18,6 +19,76 @@ pub(crate) struct FreeBlock {
     pub(crate) index: u32,
 }
 
+/// A bin with more blocks than this becomes a tree, as keeping a list in order takes time
+/// proportional to its length.
+const FEW_MAX: usize = 32;
+
+/// The blocks of one size. Most bins hold none or a few.
+#[derive(Debug)]
+enum Bin {
+    /// By address, the highest first.
+    Few(SmallVec<[(Addr, u32); 2]>),
+    Many(BTreeMap<Addr, u32>),
+}
+
+impl Bin {
+    fn new() -> Self {
+        Bin::Few(SmallVec::new())
+    }
+
+    fn is_empty(&self) -> bool {
+        match self {
+            Bin::Few(blocks) => blocks.is_empty(),
+            Bin::Many(blocks) => blocks.is_empty(),
+        }
+    }
+
+    /// Adds a block; the one that was there already, if any.
+    fn insert(&mut self, addr: Addr, index: u32) -> Option<u32> {
+        let blocks = match self {
+            Bin::Few(blocks) => blocks,
+            Bin::Many(blocks) => return blocks.insert(addr, index),
+        };
+        let at = blocks.partition_point(|&(other, _)| other > addr);
+        if let Some(&(_, before)) = blocks.get(at).filter(|&&(other, _)| other == addr) {
+            return Some(before);
+        }
+        blocks.insert(at, (addr, index));
+        if blocks.len() > FEW_MAX {
+            *self = Bin::Many(blocks.drain(..).collect());
+        }
+        None
+    }
+
+    fn remove(&mut self, addr: Addr) -> Option<u32> {
+        match self {
+            Bin::Few(blocks) => {
+                let at = blocks.iter().position(|&(other, _)| other == addr)?;
+                Some(blocks.remove(at).1)
+            }
+            Bin::Many(blocks) => blocks.remove(&addr),
+        }
+    }
+
+    fn pop_lowest(&mut self) -> Option<(Addr, u32)> {
+        match self {
+            Bin::Few(blocks) => blocks.pop(),
+            Bin::Many(blocks) => blocks.pop_first(),
+        }
+    }
+
+    /// All blocks by address, ascending.
+    fn iter(&self) -> impl Iterator<Item = (Addr, u32)> + '_ {
+        let (few, many) = match self {
+            Bin::Few(blocks) => (Some(blocks), None),
+            Bin::Many(blocks) => (None, Some(blocks)),
+        };
+        let few = few.into_iter().flat_map(|blocks| blocks.iter().rev().copied());
+        let many = many.into_iter().flatten().map(|(&addr, &index)| (addr, index));
+        few.chain(many)
+    }
+}
+
 #[derive(Debug)]
 pub(crate) struct FreeIndex {
     /// log2 of the granule.
@@ -27,7 +98,7 @@ pub(crate) struct FreeIndex {
     /// Bit `b` of word `w` says whether bin `64 w + b` is not empty.
     words: [u64; WORD],
     /// Bin `k` holds blocks of `k` granules; grown on demand.
-    bins: Vec<BTreeMap<Addr, u32>>,
+    bins: Vec<Bin>,
     large: BTreeMap<(u64, Addr), u32>,
     bytes: u64,
 }
@@ -63,7 +134,7 @@ impl FreeIndex {
         let before = match self.bin(bytes) {
             Some(bin) => {
                 if self.bins.len() <= bin {
-                    self.bins.resize_with(bin + 1, BTreeMap::new);
+                    self.bins.resize_with(bin + 1, Bin::new);
                 }
                 self.words[bin / WORD] |= 1 << (bin % WORD);
                 self.summary |= 1 << (bin / WORD);
@@ -79,7 +150,7 @@ impl FreeIndex {
     pub(crate) fn remove(&mut self, bytes: u64, addr: Addr) {
         let removed = match self.bin(bytes) {
             Some(bin) => {
-                let removed = self.bins[bin].remove(&addr);
+                let removed = self.bins[bin].remove(addr);
                 self.note_emptied(bin);
                 removed
             }
@@ -103,7 +174,7 @@ impl FreeIndex {
     pub(crate) fn take_best(&mut self, bytes: u64) -> Option<FreeBlock> {
         let found = match self.bin(bytes).and_then(|bin| self.first_bin_from(bin)) {
             Some(bin) => {
-                let (addr, index) = self.bins[bin].pop_first()?;
+                let (addr, index) = self.bins[bin].pop_lowest()?;
                 self.note_emptied(bin);
                 FreeBlock { bytes: (bin as u64) << self.shift, addr, index }
             }
@@ -145,15 +216,23 @@ impl FreeIndex {
         ((word * WORD + bit) as u64) << self.shift
     }
 
+    /// All blocks of at least `bytes`, in order of size, then address.
+    pub(crate) fn iter_from(&self, bytes: u64) -> impl Iterator<Item = FreeBlock> + '_ {
+        let first = self.bin(bytes).unwrap_or(BINS);
+        let small = self.bins.iter().enumerate().skip(first).flat_map(move |(bin, blocks)| {
+            let bytes = (bin as u64) << self.shift;
+            blocks.iter().map(move |(addr, index)| FreeBlock { bytes, addr, index })
+        });
+        let large = self
+            .large
+            .range((bytes, Addr::NULL)..)
+            .map(|(&(bytes, addr), &index)| FreeBlock { bytes, addr, index });
+        small.chain(large)
+    }
+
     /// All blocks, in order of size, then address.
     pub(crate) fn iter(&self) -> impl Iterator<Item = FreeBlock> + '_ {
-        let small = self.bins.iter().enumerate().flat_map(move |(bin, blocks)| {
-            let bytes = (bin as u64) << self.shift;
-            blocks.iter().map(move |(&addr, &index)| FreeBlock { bytes, addr, index })
-        });
-        let large =
-            self.large.iter().map(|(&(bytes, addr), &index)| FreeBlock { bytes, addr, index });
-        small.chain(large)
+        self.iter_from(0)
     }
 }
 
@@ -174,10 +253,16 @@ mod tests {
                 (state >> 33) % below
             };
             for step in 0..20_000_u32 {
-                // Three quarters small, so that bins and the map of large blocks both fill.
-                let granules = 1 + if draw(4) > 0 { draw(200) } else { draw(3 * BINS as u64) };
-                let bytes = granules * granule;
-                match draw(3) {
+                // Bins with many blocks, bins with few, and large blocks.
+                let granules = match draw(4) {
+                    0 => draw(3 * BINS as u64),
+                    1 => draw(200),
+                    _ => draw(3),
+                };
+                let bytes = (1 + granules) * granule;
+                // More inserts than removals for a while, then the other way round.
+                let action = draw(3);
+                match if step / 5000 % 2 == 0 { action } else { action.max(draw(3)) } {
                     0 => {
                         let addr = Addr::new((u64::from(step) + 1) * 4096);
                         index.insert(FreeBlock { bytes, addr, index: step });

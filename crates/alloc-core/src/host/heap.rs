@@ -6,7 +6,7 @@
 use super::block::{BlockId, BlockTable, NONE, State};
 use super::check::{Violation, ensure};
 use super::free_index::{FreeBlock, FreeIndex};
-use super::home::{Home, Released, Span, Taken};
+use super::home::{After, Home, Run, Span, Taken};
 use super::recent::{Recent, slack};
 use super::stats::Ledger;
 use crate::units::Addr;
@@ -18,6 +18,8 @@ pub(crate) struct Idle {
     pub(crate) span: Span,
     /// Differs for every time that a span of this heap became idle.
     pub(crate) stamp: u64,
+    /// Its block.
+    index: u32,
 }
 
 #[derive(Debug)]
@@ -25,31 +27,46 @@ pub(crate) struct Heap<S> {
     table: BlockTable<S>,
     free: FreeIndex,
     recent: Recent,
-    /// First addresses of all blocks that are not in `free`.
-    starts: BTreeMap<Addr, u32>,
-    /// Spans that are one free block: its slot, and the stamp.
-    idle: BTreeMap<Addr, (u32, u64)>,
+    /// First addresses of all blocks that are not in `free`, from the first search on. Programs that
+    /// keep their allocations never search.
+    starts: Option<BTreeMap<Addr, u32>>,
+    /// How many spans are one free block.
+    idle: usize,
     next_stamp: u64,
+    /// Bytes of the smallest span ever added: no idle one is smaller.
+    span_bytes_min: u64,
     /// Bytes of all spans.
     bytes: u64,
     /// Bytes lent to shards.
     lent: u64,
     ledger: Ledger,
+    role: Role,
+}
+
+/// What a heap is for, and with it how much free memory it keeps.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Role {
+    /// Over pinned segments; keeps so many free bytes.
+    Central { free_bytes_max: u64 },
+    /// Over borrowed runs; keeps one that is wholly free.
+    Shard,
 }
 
 impl<S: PartialEq> Heap<S> {
     /// Block sizes will be multiples of `granule`, a power of two.
-    pub(crate) fn new(granule: u64) -> Self {
+    pub(crate) fn new(granule: u64, role: Role) -> Self {
         Heap {
             table: BlockTable::default(),
             free: FreeIndex::new(granule),
             recent: Recent::default(),
-            starts: BTreeMap::new(),
-            idle: BTreeMap::new(),
+            starts: None,
+            idle: 0,
             next_stamp: 0,
+            span_bytes_min: u64::MAX,
             bytes: 0,
             lent: 0,
             ledger: Ledger::default(),
+            role,
         }
     }
 
@@ -60,7 +77,7 @@ impl<S: PartialEq> Heap<S> {
 
     /// Bytes that are neither a client's nor a shard's.
     pub(crate) fn free_bytes(&self) -> u64 {
-        self.bytes - self.lent - self.ledger.active_bytes.current as u64
+        self.bytes - self.lent - self.ledger.active_bytes.current()
     }
 
     /// Bytes of the largest free block, as far as merged.
@@ -72,14 +89,18 @@ impl<S: PartialEq> Heap<S> {
         &mut self.ledger
     }
 
-    pub(crate) fn idle_count(&self) -> usize {
-        self.idle.len()
-    }
-
     /// Adds memory. Its length is a multiple of the granule.
     pub(crate) fn add_span(&mut self, span: Span) {
-        let index = self.table.insert(span.base, span.bytes);
-        self.bytes += span.bytes;
+        self.add_run(Run { span, slot: NONE });
+    }
+
+    /// Adds a borrowed run.
+    pub(crate) fn add_run(&mut self, run: Run) {
+        let index = self.table.insert(run.span.base, run.span.bytes);
+        self.table[index].origin = run.slot;
+        self.bytes += run.span.bytes;
+        self.span_bytes_min = self.span_bytes_min.min(run.span.bytes);
+        self.note_idle(index);
         self.shelve(index);
     }
 
@@ -88,36 +109,43 @@ impl<S: PartialEq> Heap<S> {
         let index = self.table.insert(span.base, span.bytes);
         self.table[index].uncached = true;
         self.bytes += span.bytes;
-        self.starts.insert(span.base, index);
+        self.note_start(index);
         self.hand_out(index, requested)
     }
 
     /// Hands out a block of at least `bytes`, a multiple of the granule.
+    #[inline(always)]
     pub(crate) fn take(&mut self, bytes: u64, requested: u64) -> Option<Taken> {
-        let index = self.pick(bytes)?;
+        let index = match self.recent.take(bytes) {
+            Some(index) => {
+                self.idle -= usize::from(self.is_whole_span(index));
+                index
+            }
+            None => self.pick_best(bytes)?,
+        };
         Some(self.hand_out(index, requested))
     }
 
     /// Lends a run of at least `bytes` to the shard of that home.
-    pub(crate) fn lend(&mut self, bytes: u64, to: u32) -> Option<Span> {
-        let index = self.pick(bytes)?;
+    pub(crate) fn lend(&mut self, bytes: u64, to: u32) -> Option<Run> {
+        // Blocks kept apart are for clients that ask for the same size again.
+        let index = self.pick_best(bytes)?;
         let block = &mut self.table[index];
         block.state = State::Lent { to };
         self.lent += block.bytes;
-        Some(Span { base: block.addr, bytes: block.bytes })
+        Some(Run { span: Span { base: block.addr, bytes: block.bytes }, slot: index })
     }
 
     /// Takes a lent run back.
     ///
     /// # Panics
-    /// If no run that starts at `base` is lent.
-    pub(crate) fn reclaim(&mut self, base: Addr) {
-        let index = self.starts[&base];
-        let block = &self.table[index];
-        let is_lent = matches!(block.state, State::Lent { .. });
-        assert!(is_lent, "H7: the run at {base} is {:?}", block.state);
+    /// If it is not lent.
+    pub(crate) fn reclaim(&mut self, run: Run) {
+        let block = &self.table[run.slot];
+        let is_lent = matches!(block.state, State::Lent { .. }) && block.addr == run.span.base;
+        assert!(is_lent, "H7: the run at {} is not lent", run.span.base);
         self.lent -= block.bytes;
-        self.merge(index);
+        self.merge(run.slot);
     }
 
     /// Merges everything that was kept apart.
@@ -127,40 +155,55 @@ impl<S: PartialEq> Heap<S> {
         }
     }
 
-    /// The wholly free spans, by address. [`consolidate`](Heap::consolidate) first to see them all.
-    pub(crate) fn idle(&self) -> impl Iterator<Item = Idle> + '_ {
-        self.idle.iter().map(|(&base, &(index, stamp))| {
-            let span = Span { base, bytes: self.table[index].bytes };
-            Idle { span, stamp }
-        })
+    /// The wholly free spans, by size, then address.
+    pub(crate) fn idle(&mut self) -> Vec<Idle> {
+        if self.idle == 0 {
+            return Vec::new();
+        }
+        self.consolidate();
+        let free = self.free.iter_from(self.span_bytes_min);
+        free.filter(|free| self.is_whole_span(free.index))
+            .map(|FreeBlock { bytes, addr, index }| Idle {
+                span: Span { base: addr, bytes },
+                stamp: self.table[index].idle_stamp,
+                index,
+            })
+            .collect()
     }
 
-    /// Removes the span at `base` if it is wholly free, and has been since it got that stamp.
-    pub(crate) fn remove_idle(&mut self, base: Addr, stamp: Option<u64>) -> Option<Span> {
-        let &(index, idle_stamp) = self.idle.get(&base)?;
-        if stamp.is_some_and(|stamp| stamp != idle_stamp) {
+    /// Removes a span that is wholly free, and has been since it got that stamp.
+    pub(crate) fn remove_idle(&mut self, idle: Idle) -> Option<Run> {
+        self.consolidate();
+        let Idle { span, stamp, index } = idle;
+        let block = self.table.get(index)?;
+        let is_same = block.state == State::Free && block.idle_stamp == stamp;
+        if !is_same || !self.is_whole_span(index) {
             return None;
         }
-        self.idle.remove(&base);
-        let bytes = self.table[index].bytes;
-        self.free.remove(bytes, base);
+        let slot = block.origin;
+        self.free.remove(span.bytes, span.base);
         self.table.remove(index);
-        self.bytes -= bytes;
-        Some(Span { base, bytes })
+        self.bytes -= span.bytes;
+        self.idle -= 1;
+        Some(Run { span, slot })
     }
 
-    /// Removes the last wholly free span unless it is the only one.
-    pub(crate) fn remove_surplus(&mut self) -> Option<Span> {
-        if self.idle.len() < 2 {
-            return None;
+    /// Removes the wholly free spans, but for the `keep` smallest.
+    pub(crate) fn remove_idle_beyond(&mut self, keep: usize) -> Vec<Run> {
+        if self.idle <= keep {
+            return Vec::new();
         }
-        let (&base, _) = self.idle.last_key_value()?;
-        self.remove_idle(base, None)
+        self.idle().into_iter().skip(keep).filter_map(|idle| self.remove_idle(idle)).collect()
     }
 
     /// The block that holds `addr` and is not free.
-    pub(crate) fn find(&self, addr: Addr) -> Option<Found> {
-        let (&start, &index) = self.starts.range(..=addr).next_back()?;
+    pub(crate) fn find(&mut self, addr: Addr) -> Option<Found> {
+        let Heap { table, starts, .. } = self;
+        let starts = starts.get_or_insert_with(|| {
+            let used = table.iter().filter(|(_, block)| block.state != State::Free);
+            used.map(|(index, block)| (block.addr, index)).collect()
+        });
+        let (&start, &index) = starts.range(..=addr).next_back()?;
         let block = &self.table[index];
         if addr - start >= block.bytes {
             return None;
@@ -171,38 +214,45 @@ impl<S: PartialEq> Heap<S> {
         }
     }
 
+    #[inline]
     fn hand_out(&mut self, index: u32, requested: u64) -> Taken {
-        let id = self.table.start(index, requested);
-        let block = &self.table[index];
-        let taken = Taken { id, addr: block.addr, bytes: block.bytes };
+        let taken = self.table.start(index, requested);
         self.ledger.start(taken.bytes, requested);
         taken
     }
 
-    /// Finds a free block for `bytes` and cuts it to size. It is in no list afterwards.
-    fn pick(&mut self, bytes: u64) -> Option<u32> {
-        if let Some(index) = self.recent.take(bytes) {
-            return Some(index);
-        }
-        let FreeBlock { addr, index, .. } = self.free.take_best(bytes)?;
-        if self.is_whole_span(index) {
-            self.idle.remove(&addr);
-        }
-        self.starts.insert(addr, index);
+    /// Finds the best free block for `bytes` and cuts it to size. It is in no list afterwards.
+    fn pick_best(&mut self, bytes: u64) -> Option<u32> {
+        let FreeBlock { index, .. } = self.free.take_best(bytes)?;
+        self.idle -= usize::from(self.is_whole_span(index));
+        self.note_start(index);
         self.trim(index, bytes);
         Some(index)
+    }
+
+    fn note_start(&mut self, index: u32) {
+        if let Some(starts) = &mut self.starts {
+            starts.insert(self.table[index].addr, index);
+        }
+    }
+
+    fn forget_start(&mut self, index: u32) {
+        if let Some(starts) = &mut self.starts {
+            starts.remove(&self.table[index].addr);
+        }
     }
 
     /// Splits off what a block has beyond `bytes`, if it is worth a block.
     fn trim(&mut self, index: u32, bytes: u64) {
         let block = &self.table[index];
         let (addr, excess, next) = (block.addr, block.bytes - bytes, block.next);
+        let origin = block.origin;
         if excess <= slack(bytes) {
             return;
         }
         let rest = self.table.insert(addr + bytes, excess);
-        self.table[rest].prev = index;
-        self.table[rest].next = next;
+        let block = &mut self.table[rest];
+        (block.prev, block.next, block.origin) = (index, next, origin);
         if next != NONE {
             self.table[next].prev = rest;
         }
@@ -219,7 +269,8 @@ impl<S: PartialEq> Heap<S> {
 
     /// Joins a block with its free neighbours and makes the result available.
     fn merge(&mut self, index: u32) {
-        self.starts.remove(&self.table[index].addr);
+        self.forget_start(index);
+        let was_idle = self.table[index].state == State::Recent && self.is_whole_span(index);
         self.table[index].state = State::Free;
         let mut index = index;
         let prev = self.table[index].prev;
@@ -233,7 +284,19 @@ impl<S: PartialEq> Heap<S> {
             self.free.remove(self.table[next].bytes, self.table[next].addr);
             self.absorb_next(index);
         }
+        if !was_idle {
+            self.note_idle(index);
+        }
         self.shelve(index);
+    }
+
+    /// Counts a block that has become free, if it is a whole span.
+    fn note_idle(&mut self, index: u32) {
+        if self.is_whole_span(index) {
+            self.idle += 1;
+            self.table[index].idle_stamp = self.next_stamp;
+            self.next_stamp += 1;
+        }
     }
 
     fn is_free(&self, index: u32) -> bool {
@@ -255,10 +318,6 @@ impl<S: PartialEq> Heap<S> {
     fn shelve(&mut self, index: u32) {
         let FreeBlock { bytes, addr, .. } = self.free_block(index);
         self.free.insert(FreeBlock { bytes, addr, index });
-        if self.is_whole_span(index) {
-            self.idle.insert(addr, (index, self.next_stamp));
-            self.next_stamp += 1;
-        }
     }
 
     fn free_block(&self, index: u32) -> FreeBlock {
@@ -285,25 +344,27 @@ impl<S: PartialEq> Home<S> for Heap<S> {
         &mut self.ledger
     }
 
-    fn put_back(&mut self, index: u32) -> Released {
+    #[inline]
+    fn put_back(&mut self, index: u32) -> After {
         let block = &mut self.table[index];
         let span = Span { base: block.addr, bytes: block.bytes };
         if block.uncached {
             block.state = State::Free;
+            self.forget_start(index);
             self.table.remove(index);
-            self.starts.remove(&span.base);
             self.bytes -= span.bytes;
-            return Released::Leaves(span);
-        }
-        if block.prev == NONE && block.next == NONE {
-            self.merge(index);
-            return Released::Kept;
+            return After::Unpin(span);
         }
         block.state = State::Recent;
+        self.note_idle(index);
         if let Some(oldest) = self.recent.push(span.bytes, index) {
             self.merge(oldest);
         }
-        Released::Kept
+        match self.role {
+            Role::Shard if self.idle > 1 => After::Surplus,
+            Role::Central { free_bytes_max } if self.free_bytes() > free_bytes_max => After::Excess,
+            _ => After::Nothing,
+        }
     }
 }
 
@@ -324,10 +385,8 @@ impl<S: PartialEq> Heap<S> {
         let mut seen = Seen::default();
         for (first, block) in self.table.iter().filter(|(_, block)| block.prev == NONE) {
             let span = self.check_span(first, &mut seen, &mut sums)?;
-            let idle = self.idle.get(&block.addr).map(|&(index, _)| index);
-            let whole = block.state == State::Free && block.next == NONE;
-            ensure(idle == whole.then_some(first), "H1", || {
-                format!("the span at {} is in the idle list wrongly", block.addr)
+            ensure(block.bytes >= self.span_bytes_min || block.next != NONE, "H1", || {
+                format!("the span at {} is smaller than all", block.addr)
             })?;
             sums.spans.push(span);
         }
@@ -369,13 +428,14 @@ impl<S: PartialEq> Heap<S> {
         };
         same("bytes of spans", self.bytes, total)?;
         same("number of blocks in spans", self.table.iter().count() as u64, seen.blocks)?;
-        same("idle spans", self.idle.len() as u64, seen.idle)?;
+        same("idle spans", self.idle as u64, seen.idle)?;
         same("lent bytes", self.lent, seen.lent)?;
-        same("active requests", ledger.active_requests.current as u64, seen.active)?;
-        same("active bytes", ledger.active_bytes.current as u64, seen.active_bytes)?;
-        same("requested bytes", ledger.requested_bytes.current as u64, seen.requested)?;
+        same("active requests", ledger.active_requests.current(), seen.active)?;
+        same("active bytes", ledger.active_bytes.current(), seen.active_bytes)?;
+        same("requested bytes", ledger.requested_bytes.current(), seen.requested)?;
         same("draining bytes", ledger.draining_bytes, seen.draining)?;
-        same("starts", self.starts.len() as u64, seen.started)?;
+        let starts = self.starts.as_ref().map_or(seen.started, |starts| starts.len() as u64);
+        same("starts", starts, seen.started)?;
         same("free bytes in the index", self.free.bytes(), seen.free)?;
         same("blocks kept apart", recent.len() as u64, seen.recent)?;
         let mut free: Vec<_> = self.free.iter().map(|block| block.index).collect();
@@ -430,7 +490,10 @@ impl Seen {
                 self.idle += u64::from(heap.is_whole_span(index));
                 return Ok(());
             }
-            State::Recent => self.recent += 1,
+            State::Recent => {
+                self.recent += 1;
+                self.idle += u64::from(heap.is_whole_span(index));
+            }
             State::Lent { to } => {
                 self.lent += block.bytes;
                 sums.lent.push((to, Span { base: block.addr, bytes: block.bytes }));
@@ -446,7 +509,9 @@ impl Seen {
             sums.draining.push((BlockId { index, generation: block.generation }, pending));
         }
         self.started += 1;
-        ensure(heap.starts.get(&block.addr) == Some(&index), "H4", || {
+        let starts = heap.starts.as_ref();
+        let found = starts.is_none_or(|starts| starts.get(&block.addr) == Some(&index));
+        ensure(found, "H4", || {
             format!("the block at {} cannot be found by its address", block.addr)
         })
     }

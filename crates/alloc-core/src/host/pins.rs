@@ -103,7 +103,7 @@ impl<B: HostBackend> PinTable<B> {
 
     fn promise(&self, bytes: u64, limit: Option<u64>) -> Result<(), PinFailure<B::Error>> {
         let mut accounts = self.accounts.lock();
-        let pinned = accounts.ledger.allocated_bytes.current as u64;
+        let pinned = accounts.ledger.allocated_bytes.current();
         let sum = pinned.saturating_add(accounts.promised).saturating_add(bytes);
         if limit.is_some_and(|limit| sum > limit) {
             return Err(PinFailure::NoRoom(None));
@@ -188,7 +188,7 @@ impl<B: HostBackend> PinTable<B> {
 
     /// Bytes pinned now.
     pub(crate) fn bytes(&self) -> u64 {
-        self.accounts.lock().ledger.allocated_bytes.current as u64
+        self.accounts.lock().ledger.allocated_bytes.current()
     }
 
     pub(crate) fn ledger(&self) -> PinLedger {

@@ -123,10 +123,13 @@ impl<S> PoolTable<S> {
     }
 
     /// Calls `f` with the pool of a slot, if it still exists. No lock is held meanwhile.
+    #[inline]
     pub(crate) fn with<R>(&self, slot: u32, f: impl FnOnce(&Pool<S>) -> R) -> Option<R> {
-        if slot == DEFAULT {
-            return Some(f(&self.default));
-        }
+        if slot == DEFAULT { Some(f(&self.default)) } else { self.with_private(slot, f) }
+    }
+
+    #[cold]
+    fn with_private<R>(&self, slot: u32, f: impl FnOnce(&Pool<S>) -> R) -> Option<R> {
         let pool = self.private.read().by_slot.get(&slot).cloned()?;
         Some(f(&pool))
     }

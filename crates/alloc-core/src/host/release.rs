@@ -5,7 +5,7 @@ use super::block::{Use, Uses};
 use super::engine::{Engine, PoolOf, Result, StreamOf};
 use super::error::{HostError, HostOp};
 use super::events::{Pending, Scan};
-use super::home::{Begun, BlockRef};
+use super::home::{After, BlockRef, Freed};
 use super::pools::{DEFAULT, Held};
 use smallvec::{SmallVec, smallvec};
 use std::sync::atomic::Ordering::Relaxed;
@@ -29,25 +29,30 @@ impl<B: HostBackend> Engine<B> {
     ///
     /// # Errors
     /// Policy `pytorch`, if an event cannot be recorded: the allocation stays live, with its uses.
+    #[inline]
     pub(crate) fn free(&self, block: BlockRef) -> Result<bool, B> {
         let BlockRef { pool, home, id } = block;
-        let begun = self.pools.with(pool, |pool| pool.store.begin_free(home, id));
-        let Some((begun, after)) = begun else { return Ok(false) };
-        match begun {
-            Begun::Unknown => Ok(false),
-            Begun::Released(_) => {
+        match self.pools.with(pool, |pool| pool.store.free_unused(home, id)) {
+            Some(Freed::Done(After::Nothing)) if pool == DEFAULT => Ok(true),
+            Some(Freed::Done(after)) => {
                 self.settle(pool, home, after);
                 Ok(true)
             }
-            Begun::Used { uses, bytes } if self.is_ours() => {
-                self.wait_in_batches(block, uses, bytes);
-                Ok(true)
-            }
-            Begun::Used { uses, bytes } => {
-                self.record_each(block, uses, bytes)?;
-                Ok(true)
-            }
+            Some(Freed::Used) => self.free_used(block),
+            Some(Freed::Unknown) | None => Ok(false),
         }
+    }
+
+    fn free_used(&self, block: BlockRef) -> Result<bool, B> {
+        let BlockRef { pool, home, id } = block;
+        let begun = self.pools.with(pool, |pool| pool.store.begin_draining(home, id)).flatten();
+        let Some((uses, bytes)) = begun else { return Ok(false) };
+        if self.is_ours() {
+            self.wait_in_batches(block, uses, bytes);
+        } else {
+            self.record_each(block, uses, bytes)?;
+        }
+        Ok(true)
     }
 
     /// Policy `ours`: the block joins the open batches of its streams.
@@ -80,7 +85,7 @@ impl<B: HostBackend> Engine<B> {
                 }
                 Err(source) => {
                     let BlockRef { pool, home, id } = block;
-                    self.pools.with(pool, |pool| pool.store.undo_free(home, id, uses));
+                    self.pools.with(pool, |pool| pool.store.undo_draining(home, id, uses));
                     return Err(HostError::Backend { op: HostOp::Record, source });
                 }
             };

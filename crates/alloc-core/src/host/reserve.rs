@@ -1,10 +1,11 @@
 //! Policy `pytorch`: one segment pinned ahead, from which blocks are served while it lasts.
 
 use super::backend::PIN_ALIGN;
-use super::heap::Heap;
-use super::home::Span;
+use super::heap::{Heap, Role};
+use super::home::{Run, Span};
 use crate::sync::Mutex;
 use crate::units::Addr;
+use std::collections::BTreeMap;
 
 #[derive(Debug)]
 pub(crate) struct Reserve {
@@ -21,6 +22,8 @@ enum State {
         span: Span,
         /// Only lends runs.
         heap: Box<Heap<()>>,
+        /// The runs that are lent.
+        pieces: BTreeMap<Addr, Run>,
     },
 }
 
@@ -40,17 +43,18 @@ impl Reserve {
     }
 
     pub(crate) fn ready(&self, span: Span) {
-        let mut heap = Box::new(Heap::new(PIN_ALIGN));
+        let mut heap = Box::new(Heap::new(PIN_ALIGN, Role::Central { free_bytes_max: u64::MAX }));
         heap.add_span(span);
-        *self.state.lock() = State::Ready { span, heap };
+        *self.state.lock() = State::Ready { span, heap, pieces: BTreeMap::new() };
     }
 
     /// A piece for a block, if there is room.
     pub(crate) fn take(&self, bytes: u64) -> Option<Span> {
         match &mut *self.state.lock() {
-            State::Ready { heap, .. } => {
+            State::Ready { heap, pieces, .. } => {
                 let run = heap.lend(bytes.next_multiple_of(PIN_ALIGN), 0)?;
-                Some(Span { base: run.base, bytes })
+                pieces.insert(run.span.base, run);
+                Some(Span { base: run.span.base, bytes })
             }
             _ => None,
         }
@@ -59,20 +63,22 @@ impl Reserve {
     /// Takes a piece back if it is one.
     pub(crate) fn give_back(&self, base: Addr) -> bool {
         match &mut *self.state.lock() {
-            State::Ready { span, heap } if contains(span, base) => {
-                heap.reclaim(base);
-                true
-            }
-            _ => false,
+            State::Ready { heap, pieces, .. } => match pieces.remove(&base) {
+                Some(run) => {
+                    heap.reclaim(run);
+                    true
+                }
+                None => false,
+            },
+            State::Wanted(_) | State::Off => false,
         }
     }
 
     /// Ends the reserve if no piece of it is in use; where it was.
     pub(crate) fn close(&self) -> Option<Addr> {
         let mut state = self.state.lock();
-        let State::Ready { span, heap } = &mut *state else { return None };
-        heap.consolidate();
-        let base = heap.remove_idle(span.base, None)?.base;
+        let State::Ready { span, pieces, .. } = &*state else { return None };
+        let base = pieces.is_empty().then_some(span.base)?;
         *state = State::Off;
         Some(base)
     }
@@ -80,17 +86,10 @@ impl Reserve {
     /// The whole reserve, and the first addresses of the pieces in use.
     pub(crate) fn pieces(&self) -> Option<(Span, Vec<Addr>)> {
         match &*self.state.lock() {
-            State::Ready { span, heap } => {
-                let sums = heap.check().ok()?;
-                Some((*span, sums.lent.iter().map(|(_, run)| run.base).collect()))
-            }
-            _ => None,
+            State::Ready { span, pieces, .. } => Some((*span, pieces.keys().copied().collect())),
+            State::Wanted(_) | State::Off => None,
         }
     }
-}
-
-fn contains(span: &Span, addr: Addr) -> bool {
-    addr >= span.base && addr - span.base < span.bytes
 }
 
 #[cfg(test)]

@@ -24,30 +24,9 @@ pub struct HostStat {
 }
 
 impl HostStat {
-    pub(crate) fn increase(&mut self, amount: u64) {
-        let amount = amount as i64;
-        self.current += amount;
-        self.peak = self.peak.max(self.current);
-        self.allocated += amount;
-    }
-
-    pub(crate) fn decrease(&mut self, amount: u64) {
-        let amount = amount as i64;
-        self.current -= amount;
-        self.freed += amount;
-    }
-
-    fn reset_peak(&mut self) {
-        self.peak = self.current;
-    }
-
-    fn reset_accumulated(&mut self) {
-        self.allocated = 0;
-        self.freed = 0;
-    }
-
     /// Adds another container's figures; the peak of a sum is at most the sum of the peaks.
-    fn add(&mut self, other: &HostStat) {
+    fn add(&mut self, gauge: &Gauge) {
+        let other = gauge.stat();
         self.current += other.current;
         self.peak += other.peak;
         self.allocated += other.allocated;
@@ -123,77 +102,145 @@ pub struct BucketStats {
     pub allocated_bytes: HostStat,
 }
 
+/// A gauge as hot paths keep it: sums that only grow, so that each change is one addition.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Gauge {
+    up: u64,
+    down: u64,
+    peak: u64,
+    /// `up` and `down` at the last reset of accumulated values.
+    up_before: u64,
+    down_before: u64,
+}
+
+impl Gauge {
+    #[inline]
+    fn increase(&mut self, amount: u64) {
+        self.up += amount;
+        self.peak = self.peak.max(self.current());
+    }
+
+    #[inline]
+    fn decrease(&mut self, amount: u64) {
+        self.down += amount;
+    }
+
+    #[inline]
+    pub(crate) fn current(&self) -> u64 {
+        self.up - self.down
+    }
+
+    fn reset_peak(&mut self) {
+        self.peak = self.current();
+    }
+
+    fn reset_accumulated(&mut self) {
+        self.up_before = self.up;
+        self.down_before = self.down;
+    }
+
+    fn stat(&self) -> HostStat {
+        HostStat {
+            current: self.current() as i64,
+            peak: self.peak as i64,
+            allocated: (self.up - self.up_before) as i64,
+            freed: (self.down - self.down_before) as i64,
+        }
+    }
+}
+
+/// Blocks and their bytes.
+#[derive(Clone, Copy, Debug, Default)]
+struct Tally {
+    count: Gauge,
+    bytes: Gauge,
+}
+
+impl Tally {
+    #[inline]
+    fn increase(&mut self, bytes: u64) {
+        self.count.increase(1);
+        self.bytes.increase(bytes);
+    }
+
+    #[inline]
+    fn decrease(&mut self, bytes: u64) {
+        self.count.decrease(1);
+        self.bytes.decrease(bytes);
+    }
+}
+
+type Tallies = Box<[Tally; BUCKETS]>;
+
+fn tallies() -> Tallies {
+    Box::new([Tally::default(); BUCKETS])
+}
+
 /// What the clients hold of one container; changed under the container's lock.
 #[derive(Clone, Debug)]
 pub(crate) struct Ledger {
-    pub(crate) active_requests: HostStat,
-    pub(crate) active_bytes: HostStat,
-    pub(crate) requested_bytes: HostStat,
+    pub(crate) active_requests: Gauge,
+    pub(crate) active_bytes: Gauge,
+    pub(crate) requested_bytes: Gauge,
     /// Bytes of freed blocks that wait for events.
     pub(crate) draining_bytes: u64,
-    /// By size class; `allocations` and `allocated_bytes` stay 0 here.
-    buckets: Box<[ActiveStats; BUCKETS]>,
-}
-
-#[derive(Clone, Copy, Debug, Default)]
-struct ActiveStats {
-    requests: HostStat,
-    bytes: HostStat,
+    by_class: Tallies,
 }
 
 impl Default for Ledger {
     fn default() -> Self {
         Ledger {
-            active_requests: HostStat::default(),
-            active_bytes: HostStat::default(),
-            requested_bytes: HostStat::default(),
+            active_requests: Gauge::default(),
+            active_bytes: Gauge::default(),
+            requested_bytes: Gauge::default(),
             draining_bytes: 0,
-            buckets: Box::new([ActiveStats::default(); BUCKETS]),
+            by_class: tallies(),
         }
     }
 }
 
 impl Ledger {
+    #[inline]
     pub(crate) fn start(&mut self, bytes: u64, requested: u64) {
         self.active_requests.increase(1);
         self.active_bytes.increase(bytes);
         self.requested_bytes.increase(requested);
-        let bucket = &mut self.buckets[bucket_of(bytes)];
-        bucket.requests.increase(1);
-        bucket.bytes.increase(bytes);
+        self.by_class[bucket_of(bytes)].increase(bytes);
     }
 
+    #[inline]
     pub(crate) fn end(&mut self, bytes: u64, requested: u64) {
         self.active_requests.decrease(1);
         self.active_bytes.decrease(bytes);
         self.requested_bytes.decrease(requested);
-        let bucket = &mut self.buckets[bucket_of(bytes)];
-        bucket.requests.decrease(1);
-        bucket.bytes.decrease(bytes);
+        self.by_class[bucket_of(bytes)].decrease(bytes);
     }
 
-    fn each(&mut self) -> impl Iterator<Item = &mut HostStat> {
+    fn each(&mut self) -> impl Iterator<Item = &mut Gauge> {
         [&mut self.active_requests, &mut self.active_bytes, &mut self.requested_bytes]
             .into_iter()
-            .chain(self.buckets.iter_mut().flat_map(|b| [&mut b.requests, &mut b.bytes]))
+            .chain(each_of(&mut self.by_class))
     }
 
     pub(crate) fn reset_peak(&mut self) {
-        self.each().for_each(HostStat::reset_peak);
+        self.each().for_each(Gauge::reset_peak);
     }
 
     pub(crate) fn reset_accumulated(&mut self) {
-        self.each().for_each(HostStat::reset_accumulated);
+        self.each().for_each(Gauge::reset_accumulated);
     }
+}
+
+fn each_of(tallies: &mut Tallies) -> impl Iterator<Item = &mut Gauge> {
+    tallies.iter_mut().flat_map(|tally| [&mut tally.count, &mut tally.bytes])
 }
 
 /// What is pinned, and what that took. Changed only when memory is pinned or given back.
 #[derive(Clone, Debug)]
 pub(crate) struct PinLedger {
-    pub(crate) allocations: HostStat,
-    pub(crate) allocated_bytes: HostStat,
-    buckets: Box<[ActiveStats; BUCKETS]>,
-    created: [u64; BUCKETS],
+    pub(crate) allocations: Gauge,
+    pub(crate) allocated_bytes: Gauge,
+    by_class: Tallies,
     pub(crate) alloc_time: DurationStat,
     pub(crate) free_time: DurationStat,
 }
@@ -201,10 +248,9 @@ pub(crate) struct PinLedger {
 impl Default for PinLedger {
     fn default() -> Self {
         PinLedger {
-            allocations: HostStat::default(),
-            allocated_bytes: HostStat::default(),
-            buckets: Box::new([ActiveStats::default(); BUCKETS]),
-            created: [0; BUCKETS],
+            allocations: Gauge::default(),
+            allocated_bytes: Gauge::default(),
+            by_class: tallies(),
             alloc_time: DurationStat::default(),
             free_time: DurationStat::default(),
         }
@@ -215,34 +261,29 @@ impl PinLedger {
     pub(crate) fn pinned(&mut self, bytes: u64) {
         self.allocations.increase(1);
         self.allocated_bytes.increase(bytes);
-        let bucket = bucket_of(bytes);
-        self.created[bucket] += 1;
-        self.buckets[bucket].requests.increase(1);
-        self.buckets[bucket].bytes.increase(bytes);
+        self.by_class[bucket_of(bytes)].increase(bytes);
     }
 
     pub(crate) fn unpinned(&mut self, bytes: u64) {
         self.allocations.decrease(1);
         self.allocated_bytes.decrease(bytes);
-        let bucket = &mut self.buckets[bucket_of(bytes)];
-        bucket.requests.decrease(1);
-        bucket.bytes.decrease(bytes);
+        self.by_class[bucket_of(bytes)].decrease(bytes);
     }
 
-    fn each(&mut self) -> impl Iterator<Item = &mut HostStat> {
+    fn each(&mut self) -> impl Iterator<Item = &mut Gauge> {
         [&mut self.allocations, &mut self.allocated_bytes]
             .into_iter()
-            .chain(self.buckets.iter_mut().flat_map(|b| [&mut b.requests, &mut b.bytes]))
+            .chain(each_of(&mut self.by_class))
     }
 
     pub(crate) fn reset_peak(&mut self) {
-        self.each().for_each(HostStat::reset_peak);
+        self.each().for_each(Gauge::reset_peak);
         self.alloc_time.reset_peak();
         self.free_time.reset_peak();
     }
 
     pub(crate) fn reset_accumulated(&mut self) {
-        self.each().for_each(HostStat::reset_accumulated);
+        self.each().for_each(Gauge::reset_accumulated);
         self.alloc_time.reset_accumulated();
         self.free_time.reset_accumulated();
     }
@@ -252,7 +293,8 @@ impl PinLedger {
 ///
 /// Currents and sums are exact. `allocations.peak` and `allocated_bytes.peak` are exact too; the
 /// peaks of the `active_*` and requested gauges are sums over buckets (policy `pytorch`, as in
-/// PyTorch) or heaps (policy `ours`), so they may overstate, never understate.
+/// PyTorch) or heaps (policy `ours`), so they may overstate, never understate. They are at most the
+/// peak of what was pinned.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct HostStats {
     /// Segments pinned: in use or cached.
@@ -288,19 +330,21 @@ pub struct HostStats {
 impl HostStats {
     pub(crate) fn new(pins: &PinLedger) -> Self {
         let mut buckets = Box::new([BucketStats::default(); BUCKETS]);
-        for (bucket, pinned) in buckets.iter_mut().zip(pins.buckets.iter()) {
-            bucket.allocations = pinned.requests;
-            bucket.allocated_bytes = pinned.bytes;
+        let mut bucket_allocation = [0; BUCKETS];
+        for (class, pinned) in pins.by_class.iter().enumerate() {
+            buckets[class].allocations = pinned.count.stat();
+            buckets[class].allocated_bytes = pinned.bytes.stat();
+            bucket_allocation[class] = pinned.count.up;
         }
         HostStats {
-            allocations: pins.allocations,
-            allocated_bytes: pins.allocated_bytes,
+            allocations: pins.allocations.stat(),
+            allocated_bytes: pins.allocated_bytes.stat(),
             active_requests: HostStat::default(),
             active_bytes: HostStat::default(),
             requested_bytes: HostStat::default(),
             host_alloc_time: pins.alloc_time,
             host_free_time: pins.free_time,
-            bucket_allocation: pins.created,
+            bucket_allocation,
             buckets,
             draining_bytes: 0,
             deferred_failures: 0,
@@ -315,9 +359,17 @@ impl HostStats {
         self.active_bytes.add(&ledger.active_bytes);
         self.requested_bytes.add(&ledger.requested_bytes);
         self.draining_bytes += ledger.draining_bytes;
-        for (bucket, active) in self.buckets.iter_mut().zip(ledger.buckets.iter()) {
-            bucket.active_requests.add(&active.requests);
+        for (bucket, active) in self.buckets.iter_mut().zip(ledger.by_class.iter()) {
+            bucket.active_requests.add(&active.count);
             bucket.active_bytes.add(&active.bytes);
+        }
+    }
+
+    /// No more was ever active than was pinned.
+    pub(crate) fn bound_peaks(&mut self) {
+        let bound = self.allocated_bytes.peak;
+        for stat in [&mut self.active_bytes, &mut self.requested_bytes] {
+            stat.peak = stat.peak.min(bound);
         }
     }
 

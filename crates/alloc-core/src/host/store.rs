@@ -3,7 +3,7 @@
 use super::backend::NodeId;
 use super::block::{BlockId, Use, Uses};
 use super::classes::ClassStore;
-use super::home::{Begun, Home, Released, Taken};
+use super::home::{After, Freed, Home, Taken};
 use super::slabs::SlabStore;
 use super::stats::Ledger;
 use crate::units::Addr;
@@ -14,71 +14,57 @@ pub(crate) enum Store<S> {
     Slabs(SlabStore<S>),
 }
 
-/// What is left to do, without the lock, after a block was released.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum After {
-    /// Nothing.
-    Nothing,
-    /// Give this memory back to the system.
-    Unpin(super::home::Span),
-    /// The shard holds a run too many.
-    Surplus,
-    /// The central heap holds more than the bound on cached bytes.
-    Excess,
+/// A block and the container that it came from.
+pub(crate) type Served = (u32, Taken);
+
+/// Calls a method of the locked container of `home`, whichever kind it is.
+macro_rules! at_home {
+    ($store:expr, $home:expr, $method:ident($($argument:expr),*)) => {
+        match $store {
+            Store::Classes(classes) => classes.bucket($home).$method($($argument),*),
+            Store::Slabs(slabs) => slabs.heap($home).$method($($argument),*),
+        }
+    };
 }
 
 impl<S: PartialEq> Store<S> {
     /// Notes a use of a live allocation. False if it is not live.
     pub(crate) fn note_use(&self, home: u32, id: BlockId, used: Use<S>) -> bool {
-        match self {
-            Store::Classes(classes) => classes.bucket(home).table().note_use(id, used),
-            Store::Slabs(slabs) => slabs.heap(home).table().note_use(id, used),
-        }
+        at_home!(self, home, note_use(id, used))
     }
 
-    /// See [`Home::begin_free`].
-    pub(crate) fn begin_free(&self, home: u32, id: BlockId) -> (Begun<S>, After) {
-        match self {
-            Store::Classes(classes) => {
-                let begun = classes.bucket(home).begin_free(id);
-                let after = match begun {
-                    Begun::Released(released) => after_class(classes, released),
-                    _ => After::Nothing,
-                };
-                (begun, after)
-            }
-            Store::Slabs(slabs) => {
-                let mut heap = slabs.heap(home);
-                let begun = heap.begin_free(id);
-                let after = match begun {
-                    Begun::Released(released) => slabs.after_release(home, &heap, released),
-                    _ => After::Nothing,
-                };
-                (begun, after)
-            }
+    /// See [`Home::free_unused`].
+    #[inline]
+    pub(crate) fn free_unused(&self, home: u32, id: BlockId) -> Freed {
+        let freed = at_home!(self, home, free_unused(id));
+        if let Freed::Done(after) = freed {
+            self.forget(after);
         }
+        freed
     }
 
-    /// See [`Home::undo_free`].
-    pub(crate) fn undo_free(&self, home: u32, id: BlockId, uses: Uses<S>) {
-        match self {
-            Store::Classes(classes) => classes.bucket(home).undo_free(id, uses),
-            Store::Slabs(slabs) => slabs.heap(home).undo_free(id, uses),
-        }
+    /// See [`Home::begin_draining`].
+    pub(crate) fn begin_draining(&self, home: u32, id: BlockId) -> Option<(Uses<S>, u64)> {
+        at_home!(self, home, begin_draining(id))
     }
 
-    /// See [`Home::count_down`]. `None` if the block goes on draining.
+    /// See [`Home::undo_draining`].
+    pub(crate) fn undo_draining(&self, home: u32, id: BlockId, uses: Uses<S>) {
+        at_home!(self, home, undo_draining(id, uses))
+    }
+
+    /// See [`Home::count_down`].
     pub(crate) fn count_down(&self, home: u32, id: BlockId) -> Option<After> {
-        match self {
-            Store::Classes(classes) => {
-                let released = classes.bucket(home).count_down(id)?;
-                Some(after_class(classes, released))
-            }
-            Store::Slabs(slabs) => {
-                let mut heap = slabs.heap(home);
-                let released = heap.count_down(id)?;
-                Some(slabs.after_release(home, &heap, released))
-            }
+        let after = at_home!(self, home, count_down(id))?;
+        self.forget(after);
+        Some(after)
+    }
+
+    /// The classes find blocks by address in a map of their own.
+    #[inline]
+    fn forget(&self, after: After) {
+        if let (Store::Classes(classes), After::Unpin(span)) = (self, after) {
+            classes.forget(span.base);
         }
     }
 
@@ -117,16 +103,3 @@ impl<S: PartialEq> Store<S> {
         }
     }
 }
-
-fn after_class<S: PartialEq>(classes: &ClassStore<S>, released: Released) -> After {
-    match released {
-        Released::Kept => After::Nothing,
-        Released::Leaves(span) => {
-            classes.forget(span.base);
-            After::Unpin(span)
-        }
-    }
-}
-
-/// A block and the container that it came from.
-pub(crate) type Served = (u32, Taken);

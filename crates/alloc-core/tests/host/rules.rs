@@ -84,12 +84,12 @@ fn free_then_allocate_returns_the_same_address() {
 #[test]
 fn the_youngest_free_block_is_taken_first() {
     for rig in both() {
-        let [a, b, c] = [(); 3].map(|()| rig.allocate(3 * MIB));
+        let [a, b, c] = [(); 3].map(|()| rig.allocate(4096));
         let (first, last) = (a.addr(), c.addr());
         rig.free(a);
         rig.free(c);
-        let d = rig.allocate(3 * MIB);
-        let e = rig.allocate(3 * MIB);
+        let d = rig.allocate(4096);
+        let e = rig.allocate(4096);
         assert_eq!((d.addr(), e.addr()), (last, first));
         [b, d, e].into_iter().for_each(|x| rig.free(x));
         rig.finish();

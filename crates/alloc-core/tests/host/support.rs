@@ -6,73 +6,73 @@ use alloc_core::host::{
 };
 use mock_backend::{Call, MockBackend, MockError, MockStream, Work};
 
-pub const KIB: u64 = 1 << 10;
-pub const MIB: u64 = 1 << 20;
-pub const GIB: u64 = 1 << 30;
+pub(crate) const KIB: u64 = 1 << 10;
+pub(crate) const MIB: u64 = 1 << 20;
+pub(crate) const GIB: u64 = 1 << 30;
 
-pub type Host = HostAllocator<MockBackend>;
-pub type Error = HostError<MockError>;
+pub(crate) type Host = HostAllocator<MockBackend>;
+pub(crate) type Error = HostError<MockError>;
 
-pub struct Rig {
-    pub backend: MockBackend,
-    pub host: Host,
+pub(crate) struct Rig {
+    pub(crate) backend: MockBackend,
+    pub(crate) host: Host,
 }
 
 /// A strict machine with one device and one NUMA node.
-pub fn machine() -> MockBackend {
+pub(crate) fn machine() -> MockBackend {
     MockBackend::builder().strict().log(10_000).build()
 }
 
-pub fn pytorch() -> Rig {
+pub(crate) fn pytorch() -> Rig {
     Rig::new(machine(), HostConfig::pytorch())
 }
 
-pub fn ours() -> Rig {
+pub(crate) fn ours() -> Rig {
     Rig::new(machine(), HostConfig::ours())
 }
 
 /// Policy `pytorch` with a settings string.
-pub fn pytorch_with(conf: &str) -> Rig {
+pub(crate) fn pytorch_with(conf: &str) -> Rig {
     let mut config = HostConfig::pytorch();
     config.apply(conf).expect("a valid string");
     Rig::new(machine(), config)
 }
 
 /// Both policies.
-pub fn both() -> [Rig; 2] {
+pub(crate) fn both() -> [Rig; 2] {
     [pytorch(), ours()]
 }
 
 impl Rig {
-    pub fn new(backend: MockBackend, config: HostConfig) -> Self {
+    pub(crate) fn new(backend: MockBackend, config: HostConfig) -> Self {
         let host = HostAllocator::new(backend.clone(), config).expect("a valid config");
         Rig { backend, host }
     }
 
-    pub fn is_ours(&self) -> bool {
+    pub(crate) fn is_ours(&self) -> bool {
         self.host.config().policy == HostPolicy::Ours
     }
 
-    pub fn stream(&self) -> MockStream {
+    pub(crate) fn stream(&self) -> MockStream {
         self.backend.stream(DeviceId::new(0))
     }
 
     #[track_caller]
-    pub fn allocate(&self, bytes: u64) -> HostAllocation {
+    pub(crate) fn allocate(&self, bytes: u64) -> HostAllocation {
         self.try_allocate(bytes).expect("memory")
     }
 
-    pub fn try_allocate(&self, bytes: u64) -> Result<HostAllocation, Error> {
+    pub(crate) fn try_allocate(&self, bytes: u64) -> Result<HostAllocation, Error> {
         self.told(self.host.allocate(bytes))
     }
 
     #[track_caller]
-    pub fn allocate_on(&self, bytes: u64, place: Place) -> HostAllocation {
+    pub(crate) fn allocate_on(&self, bytes: u64, place: Place) -> HostAllocation {
         self.told(self.host.allocate_on(bytes, place)).expect("memory")
     }
 
     #[track_caller]
-    pub fn allocate_for(&self, bytes: u64, stream: &MockStream) -> HostAllocation {
+    pub(crate) fn allocate_for(&self, bytes: u64, stream: &MockStream) -> HostAllocation {
         self.told(self.host.allocate_for(bytes, Place::Anywhere, stream)).expect("memory")
     }
 
@@ -84,11 +84,14 @@ impl Rig {
     }
 
     #[track_caller]
-    pub fn free(&self, allocation: HostAllocation) {
+    pub(crate) fn free(&self, allocation: HostAllocation) {
         self.try_free(allocation).expect("freed");
     }
 
-    pub fn try_free(&self, allocation: HostAllocation) -> Result<(), HostFreeError<MockError>> {
+    pub(crate) fn try_free(
+        &self,
+        allocation: HostAllocation,
+    ) -> Result<(), HostFreeError<MockError>> {
         let (addr, bytes) = (allocation.addr(), allocation.bytes());
         self.backend.judge().freed(addr);
         let result = self.host.free(allocation);
@@ -99,29 +102,29 @@ impl Rig {
     }
 
     /// Records a use and queues work on it that does not end by itself.
-    pub fn use_on(&self, allocation: &HostAllocation, stream: &MockStream) {
+    pub(crate) fn use_on(&self, allocation: &HostAllocation, stream: &MockStream) {
         self.host.record_use(allocation, stream).expect("live");
         self.launch_on(allocation, stream);
     }
 
     /// Queues the work only.
-    pub fn launch_on(&self, allocation: &HostAllocation, stream: &MockStream) {
+    pub(crate) fn launch_on(&self, allocation: &HostAllocation, stream: &MockStream) {
         let work = Work::new().touching(allocation.addr(), allocation.bytes()).endless();
         self.backend.launch(stream, work);
     }
 
     /// Driver calls of a kind so far.
-    pub fn calls(&self, call: Call) -> u64 {
+    pub(crate) fn calls(&self, call: Call) -> u64 {
         self.backend.costs().calls(call)
     }
 
     /// Bytes pinned.
-    pub fn pinned(&self) -> u64 {
+    pub(crate) fn pinned(&self) -> u64 {
         self.host.stats().allocated_bytes.current as u64
     }
 
     #[track_caller]
-    pub fn check(&self) {
+    pub(crate) fn check(&self) {
         if let Err(violation) = self.host.check() {
             panic!("{violation}");
         }
@@ -129,7 +132,7 @@ impl Rig {
 
     /// Drops the allocator; nothing may be left.
     #[track_caller]
-    pub fn finish(self) {
+    pub(crate) fn finish(self) {
         self.check();
         drop(self.host);
         self.backend.assert_clean();
