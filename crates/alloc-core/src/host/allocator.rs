@@ -8,6 +8,7 @@ use super::config::{HostConfError, HostConfig};
 use super::engine::{Ask, Engine, PoolOf, REQUEST_BYTES_MAX, Result};
 use super::error::{HostError, HostFreeError, HostOp};
 use super::events::Scan;
+use super::heap::Cut;
 use super::home::BlockRef;
 use super::pools::{DEFAULT, PoolError};
 use super::stats::HostStats;
@@ -148,7 +149,7 @@ impl<B: HostBackend> HostAllocator<B> {
         if !engine.is_ours() {
             self.process_inline(pool)?;
         }
-        match engine.take(ask) {
+        match engine.take(ask, Cut::Sparingly) {
             Some(served) => Ok(engine.wrap(ask, served)),
             None => self.serve_miss(ask),
         }
@@ -172,7 +173,7 @@ impl<B: HostBackend> HostAllocator<B> {
         if !engine.is_ours() && self.shared.background.is_running() {
             engine.process_class(ask)?;
         }
-        let served = match engine.take(ask) {
+        let served = match engine.take(ask, Cut::Sparingly) {
             Some(served) => served,
             None => engine.serve_miss(ask)?,
         };

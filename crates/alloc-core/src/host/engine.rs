@@ -6,6 +6,7 @@ use super::classes::ClassStore;
 use super::config::{HostConfig, HostPolicy};
 use super::error::HostError;
 use super::events::Pending;
+use super::heap::Cut;
 use super::home::BlockRef;
 use super::options::Options;
 use super::pins::PinTable;
@@ -136,11 +137,11 @@ impl<B: HostBackend> Engine<B> {
 
     /// A block that is free already, or nothing.
     #[inline(always)]
-    pub(crate) fn take(&self, ask: Ask<'_, B>) -> Option<Served> {
+    pub(crate) fn take(&self, ask: Ask<'_, B>, cut: Cut) -> Option<Served> {
         match &ask.pool.store {
             Store::Classes(classes) => classes.take(self.options.class_bytes(ask.bytes), ask.bytes),
             Store::Slabs(slabs) if self.options.is_cached(ask.bytes) => {
-                slabs.take(ask.node, ask.bytes)
+                slabs.take(ask.node, ask.bytes, cut)
             }
             Store::Slabs(_) => None,
         }

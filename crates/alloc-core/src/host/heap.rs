@@ -30,8 +30,9 @@ pub(crate) struct Heap<S> {
     /// First addresses of all blocks that are not in `free`, from the first search on. Programs that
     /// keep their allocations never search.
     starts: Option<BTreeMap<Addr, u32>>,
-    /// How many spans are one free block.
+    /// How many spans are one free block, and their bytes.
     idle: usize,
+    idle_bytes: u64,
     next_stamp: u64,
     /// Bytes of the smallest span ever added: no idle one is smaller.
     span_bytes_min: u64,
@@ -41,6 +42,20 @@ pub(crate) struct Heap<S> {
     lent: u64,
     ledger: Ledger,
     role: Role,
+}
+
+/// Whether a request may be served from whatever is free.
+///
+/// A small block cut from a large segment that is wholly free can cost another such segment, when
+/// the next large request finds none. While not much memory is idle so, growing by a little is
+/// cheaper.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Cut {
+    /// Wholly free spans of more than 1/32 of the heap are left alone by requests of less than a
+    /// quarter of them, unless more than a quarter of the heap is idle so.
+    Sparingly,
+    /// From anything.
+    Freely,
 }
 
 /// What a heap is for, and with it how much free memory it keeps.
@@ -61,6 +76,7 @@ impl<S: PartialEq> Heap<S> {
             recent: Recent::default(),
             starts: None,
             idle: 0,
+            idle_bytes: 0,
             next_stamp: 0,
             span_bytes_min: u64::MAX,
             bytes: 0,
@@ -115,21 +131,21 @@ impl<S: PartialEq> Heap<S> {
 
     /// Hands out a block of at least `bytes`, a multiple of the granule.
     #[inline(always)]
-    pub(crate) fn take(&mut self, bytes: u64, requested: u64) -> Option<Taken> {
+    pub(crate) fn take(&mut self, bytes: u64, requested: u64, cut: Cut) -> Option<Taken> {
         let index = match self.recent.take(bytes) {
             Some(index) => {
-                self.idle -= usize::from(self.is_whole_span(index));
+                self.note_busy(index);
                 index
             }
-            None => self.pick_best(bytes)?,
+            None => self.pick_best(bytes, cut)?,
         };
         Some(self.hand_out(index, requested))
     }
 
     /// Lends a run of at least `bytes` to the shard of that home.
-    pub(crate) fn lend(&mut self, bytes: u64, to: u32) -> Option<Run> {
+    pub(crate) fn lend(&mut self, bytes: u64, to: u32, cut: Cut) -> Option<Run> {
         // Blocks kept apart are for clients that ask for the same size again.
-        let index = self.pick_best(bytes)?;
+        let index = self.pick_best(bytes, cut)?;
         let block = &mut self.table[index];
         block.state = State::Lent { to };
         self.lent += block.bytes;
@@ -185,10 +201,11 @@ impl<S: PartialEq> Heap<S> {
         self.table.remove(index);
         self.bytes -= span.bytes;
         self.idle -= 1;
+        self.idle_bytes -= span.bytes;
         Some(Run { span, slot })
     }
 
-    /// Removes the wholly free spans, but for the `keep` smallest.
+    /// Removes all wholly free spans but the `keep` smallest.
     pub(crate) fn remove_idle_beyond(&mut self, keep: usize) -> Vec<Run> {
         if self.idle <= keep {
             return Vec::new();
@@ -222,12 +239,30 @@ impl<S: PartialEq> Heap<S> {
     }
 
     /// Finds the best free block for `bytes` and cuts it to size. It is in no list afterwards.
-    fn pick_best(&mut self, bytes: u64) -> Option<u32> {
-        let FreeBlock { index, .. } = self.free.take_best(bytes)?;
-        self.idle -= usize::from(self.is_whole_span(index));
+    fn pick_best(&mut self, bytes: u64, cut: Cut) -> Option<u32> {
+        let FreeBlock { index, .. } = match cut {
+            Cut::Sparingly if self.spares_spans() => self.take_best_unspared(bytes)?,
+            _ => self.free.take_best(bytes)?,
+        };
+        self.note_busy(index);
         self.note_start(index);
         self.trim(index, bytes);
         Some(index)
+    }
+
+    fn spares_spans(&self) -> bool {
+        self.idle > 0 && self.idle_bytes <= self.bytes / 4
+    }
+
+    fn take_best_unspared(&mut self, bytes: u64) -> Option<FreeBlock> {
+        // Fewer than 32 spans are so large that they are passed over.
+        let spared = |free: &FreeBlock| {
+            let large = free.bytes > self.bytes / 32 && bytes < free.bytes / 4;
+            large && self.is_whole_span(free.index)
+        };
+        let best = self.free.iter_from(bytes).find(|free| !spared(free))?;
+        self.free.remove(best.bytes, best.addr);
+        Some(best)
     }
 
     fn note_start(&mut self, index: u32) {
@@ -293,9 +328,20 @@ impl<S: PartialEq> Heap<S> {
     /// Counts a block that has become free, if it is a whole span.
     fn note_idle(&mut self, index: u32) {
         if self.is_whole_span(index) {
+            let block = &mut self.table[index];
             self.idle += 1;
-            self.table[index].idle_stamp = self.next_stamp;
+            self.idle_bytes += block.bytes;
+            block.idle_stamp = self.next_stamp;
             self.next_stamp += 1;
+        }
+    }
+
+    /// Takes [`note_idle`](Heap::note_idle) back.
+    #[inline]
+    fn note_busy(&mut self, index: u32) {
+        if self.is_whole_span(index) {
+            self.idle -= 1;
+            self.idle_bytes -= self.table[index].bytes;
         }
     }
 
@@ -429,6 +475,7 @@ impl<S: PartialEq> Heap<S> {
         same("bytes of spans", self.bytes, total)?;
         same("number of blocks in spans", self.table.iter().count() as u64, seen.blocks)?;
         same("idle spans", self.idle as u64, seen.idle)?;
+        same("bytes of idle spans", self.idle_bytes, seen.idle_bytes)?;
         same("lent bytes", self.lent, seen.lent)?;
         same("active requests", ledger.active_requests.current(), seen.active)?;
         same("active bytes", ledger.active_bytes.current(), seen.active_bytes)?;
@@ -458,6 +505,7 @@ impl<S: PartialEq> Heap<S> {
 struct Seen {
     blocks: u64,
     idle: u64,
+    idle_bytes: u64,
     lent: u64,
     active: u64,
     active_bytes: u64,
@@ -487,12 +535,12 @@ impl Seen {
             State::Free => {
                 self.free += block.bytes;
                 self.free_indices.push(index);
-                self.idle += u64::from(heap.is_whole_span(index));
+                self.count_idle(block, heap.is_whole_span(index));
                 return Ok(());
             }
             State::Recent => {
                 self.recent += 1;
-                self.idle += u64::from(heap.is_whole_span(index));
+                self.count_idle(block, heap.is_whole_span(index));
             }
             State::Lent { to } => {
                 self.lent += block.bytes;
@@ -514,6 +562,13 @@ impl Seen {
         ensure(found, "H4", || {
             format!("the block at {} cannot be found by its address", block.addr)
         })
+    }
+
+    fn count_idle<S>(&mut self, block: &super::block::Block<S>, is_whole_span: bool) {
+        if is_whole_span {
+            self.idle += 1;
+            self.idle_bytes += block.bytes;
+        }
     }
 
     fn free_blocks(&self) -> Vec<u32> {

@@ -2,9 +2,10 @@
 //! could make room, in order.
 
 use super::backend::{HostBackend, NodeId, PIN_ALIGN, PinMethod, PinRequest};
-use super::engine::{Ask, Engine, Result};
+use super::engine::{Ask, Engine, Result, StreamOf};
 use super::error::{HostError, HostOomReport, HostStep};
 use super::events::Scan;
+use super::heap::Cut;
 use super::home::Span;
 use super::pins::PinFailure;
 use super::pools::DEFAULT;
@@ -14,6 +15,10 @@ use std::sync::atomic::Ordering::Relaxed;
 
 /// Lengths of segments are multiples of this where that costs at most 1/64 of them.
 const SEGMENT_GRANULE: u64 = 2 << 20;
+
+/// Blocks of the size asked for that a new segment has room for, within limits: fewer would leave
+/// much of it over.
+const SEGMENT_BLOCKS: u64 = 8;
 
 /// What has been tried for a request.
 #[derive(Debug)]
@@ -54,7 +59,7 @@ impl<B: HostBackend> Engine<B> {
             return None;
         }
         self.look_at_events();
-        self.take_hard(ask)
+        self.take_hard(ask, Cut::Sparingly)
     }
 
     /// Frees what can be freed without waiting. A failure is counted; it leaves the blocks where
@@ -68,15 +73,15 @@ impl<B: HostBackend> Engine<B> {
     }
 
     /// A free block, wherever in the pool's memory on that node it hides.
-    fn take_hard(&self, ask: Ask<'_, B>) -> Option<Served> {
-        let served = self.take(ask);
+    fn take_hard(&self, ask: Ask<'_, B>, cut: Cut) -> Option<Served> {
+        let served = self.take(ask, cut);
         let Store::Slabs(slabs) = &ask.pool.store else { return served };
         if served.is_some() || !self.options.is_cached(ask.bytes) {
             return served;
         }
         slabs.take_from_any_shard(ask.node, ask.bytes).or_else(|| {
             slabs.collect(ask.node);
-            self.take(ask)
+            self.take(ask, cut)
         })
     }
 
@@ -105,12 +110,12 @@ impl<B: HostBackend> Engine<B> {
             HostStep::GrowExactly => self.grow(ask, climb, climb.pin_bytes),
             HostStep::ProcessEvents => {
                 self.look_at_events();
-                Ok(self.take_hard(ask))
+                Ok(self.take_hard(ask, Cut::Freely))
             }
             HostStep::EmptyCache => self.grow_after_release(ask, climb),
             HostStep::WaitForEvents => {
                 while let Ok(true) = self.wait_for_oldest() {
-                    if let Some(served) = self.take_hard(ask) {
+                    if let Some(served) = self.take_hard(ask, Cut::Freely) {
                         return Ok(Some(served));
                     }
                 }
@@ -138,32 +143,53 @@ impl<B: HostBackend> Engine<B> {
         slabs
             .node_ids()
             .filter(|&node| node != ask.node)
-            .find_map(|node| self.take_hard(Ask { node, ..ask }))
+            .find_map(|node| self.take_hard(Ask { node, ..ask }, Cut::Freely))
     }
 
-    /// Pins a share of what is pinned already, if that is more than the request. A thread that finds
-    /// another one growing for the same node takes only what it needs.
+    /// Pins more than the request needs, so that later ones find something, but first gives back
+    /// segments that are free and too small for it: one large segment takes the place of
+    /// several. Such segments would pile up otherwise, as blocks merge within a segment only. A
+    /// thread that finds another one growing for the same node takes just what it needs.
     fn grow_generously(
         &self,
         ask: Ask<'_, B>,
         climb: &mut Climb<B::Error>,
     ) -> Result<Option<Served>, B> {
         let Store::Slabs(slabs) = &ask.pool.store else { return Ok(None) };
-        let growth = self.growth_bytes(slabs.bytes(ask.node));
-        let others = slabs.begin_growth(ask.node);
-        let result = if others || growth <= climb.pin_bytes {
+        let result = if slabs.begin_growth(ask.node) {
             Ok(None)
         } else {
-            self.grow(ask, climb, growth)
+            let replaced = self.give_back_small(ask, slabs, climb.pin_bytes);
+            let pinned = slabs.bytes(ask.node) + replaced;
+            let growth = self.growth_bytes(pinned, ask.bytes).max(replaced);
+            self.grow(ask, climb, growth.max(climb.pin_bytes))
         };
         slabs.end_growth(ask.node);
         result
     }
 
-    fn growth_bytes(&self, pinned: u64) -> u64 {
+    /// Gives back free segments of less than `bytes`, the largest first, until that many bytes have
+    /// come together; how many bytes that were.
+    fn give_back_small(&self, ask: Ask<'_, B>, slabs: &SlabStore<StreamOf<B>>, bytes: u64) -> u64 {
+        let mut replaced = 0;
+        let idle = slabs.idle_segments(ask.node).into_iter();
+        for idle in idle.rev().filter(|idle| idle.span.bytes < bytes) {
+            if replaced >= bytes {
+                break;
+            }
+            if let Ok(true) = self.give_back_idle(ask.pool, slabs, ask.node, idle) {
+                replaced += idle.span.bytes;
+            }
+        }
+        replaced
+    }
+
+    /// A share of what is pinned: small, but larger if that gives room for some blocks of the kind.
+    fn growth_bytes(&self, pinned: u64, requested: u64) -> u64 {
         let (min, max) = (self.config.growth_bytes_min, self.config.growth_bytes_max);
-        let share = (pinned / 32).clamp(min, max);
-        share - share % min
+        let blocks = (SEGMENT_BLOCKS * requested).min(max / 2).min(pinned / 16);
+        let bytes = blocks.max(pinned / 64).clamp(min, max);
+        bytes - bytes % min
     }
 
     /// The segment that a request needs.

@@ -1,7 +1,7 @@
 //! Policy `pytorch`: one segment pinned ahead, from which blocks are served while it lasts.
 
 use super::backend::PIN_ALIGN;
-use super::heap::{Heap, Role};
+use super::heap::{Cut, Heap, Role};
 use super::home::{Run, Span};
 use crate::sync::Mutex;
 use crate::units::Addr;
@@ -52,7 +52,7 @@ impl Reserve {
     pub(crate) fn take(&self, bytes: u64) -> Option<Span> {
         match &mut *self.state.lock() {
             State::Ready { heap, pieces, .. } => {
-                let run = heap.lend(bytes.next_multiple_of(PIN_ALIGN), 0)?;
+                let run = heap.lend(bytes.next_multiple_of(PIN_ALIGN), 0, Cut::Freely)?;
                 pieces.insert(run.span.base, run);
                 Some(Span { base: run.span.base, bytes })
             }

@@ -11,7 +11,7 @@ use super::backend::{NodeId, PIN_ALIGN};
 use super::block::BlockId;
 use super::check::{Violation, ensure};
 use super::config::HostConfig;
-use super::heap::{Found, Heap, Idle, Role};
+use super::heap::{Cut, Found, Heap, Idle, Role};
 use super::home::{Run, Span, Taken};
 use super::padded::Padded;
 use super::stats::Ledger;
@@ -130,36 +130,31 @@ impl<S: PartialEq> SlabStore<S> {
 
     /// A block for `requested` bytes from memory that is free already.
     #[inline(always)]
-    pub(crate) fn take(&self, node: NodeId, requested: u64) -> Option<(u32, Taken)> {
+    pub(crate) fn take(&self, node: NodeId, requested: u64, cut: Cut) -> Option<(u32, Taken)> {
         let bytes = self.round(requested);
         if self.is_small(requested) {
-            return self.take_small(node, bytes, requested);
+            return self.take_small(node, bytes, requested, cut);
         }
-        let taken = self.central(node).take(bytes, requested)?;
+        let taken = self.central(node).take(bytes, requested, cut)?;
         Some((central_home(node), taken))
     }
 
     #[inline(always)]
-    fn take_small(&self, node: NodeId, bytes: u64, requested: u64) -> Option<(u32, Taken)> {
+    fn take_small(
+        &self,
+        node: NodeId,
+        bytes: u64,
+        requested: u64,
+        cut: Cut,
+    ) -> Option<(u32, Taken)> {
         let (shard, mut heap) = self.enter(node);
         let home = shard_home(node, shard);
-        if let Some(taken) = heap.take(bytes, requested) {
+        if let Some(taken) = heap.take(bytes, requested, Cut::Freely) {
             return Some((home, taken));
         }
         let wish = run_bytes(heap.bytes(), bytes);
         drop(heap);
-        self.take_small_from_central(home, wish, bytes, requested)
-    }
-
-    #[cold]
-    fn take_small_from_central(
-        &self,
-        home: u32,
-        wish: u64,
-        bytes: u64,
-        requested: u64,
-    ) -> Option<(u32, Taken)> {
-        let run = self.borrow_run(home, wish, bytes)?;
+        let run = self.borrow_run(home, wish, bytes, cut)?;
         Some((home, self.take_from_new_run(home, run, bytes, requested)))
     }
 
@@ -176,18 +171,21 @@ impl<S: PartialEq> SlabStore<S> {
     }
 
     /// A run for a shard: as large as wished, or as there is, but no less than `least`.
-    fn borrow_run(&self, home: u32, wish: u64, least: u64) -> Option<Run> {
+    #[cold]
+    fn borrow_run(&self, home: u32, wish: u64, least: u64, cut: Cut) -> Option<Run> {
         let mut central = self.central(node_of(home));
         let least = least.next_multiple_of(PIN_ALIGN);
         let bytes = wish.min(central.largest_free()).max(least);
-        central.lend(bytes, home)
+        central.lend(bytes, home, cut).or_else(|| central.lend(least, home, cut))
     }
 
+    #[cold]
     fn take_from_new_run(&self, home: u32, run: Run, bytes: u64, requested: u64) -> Taken {
         let mut heap = self.heap(home);
         heap.add_run(run);
         // The run alone is large enough, and the lock was not released since it came.
-        heap.take(bytes, requested).expect("a run serves the request that it was borrowed for")
+        heap.take(bytes, requested, Cut::Freely)
+            .expect("a run serves the request that it was borrowed for")
     }
 
     /// A block for a small request from any shard of the node.
@@ -197,7 +195,7 @@ impl<S: PartialEq> SlabStore<S> {
         }
         let bytes = self.round(requested);
         self.homes(node).skip(1).find_map(|home| {
-            let taken = self.heap(home).take(bytes, requested)?;
+            let taken = self.heap(home).take(bytes, requested, Cut::Freely)?;
             Some((home, taken))
         })
     }
@@ -209,12 +207,12 @@ impl<S: PartialEq> SlabStore<S> {
         let mut central = self.central(node);
         central.add_span(span);
         if !self.is_small(requested) {
-            let taken = central.take(bytes, requested);
+            let taken = central.take(bytes, requested, Cut::Freely);
             return (home, taken.expect("a segment serves the request that it was pinned for"));
         }
         let home = shard_home(node, shard_hint::get() & (self.shards - 1));
         let run = central
-            .lend(run_bytes(0, bytes).min(span.bytes), home)
+            .lend(run_bytes(0, bytes).min(span.bytes), home, Cut::Freely)
             .expect("a segment is no smaller than its first run");
         drop(central);
         (home, self.take_from_new_run(home, run, bytes, requested))
@@ -254,7 +252,8 @@ impl<S: PartialEq> SlabStore<S> {
         self.central(node).consolidate();
     }
 
-    /// The segments of a node that are wholly free. [`collect`](SlabStore::collect) first to see all.
+    /// The segments of a node that are wholly free, the smallest first.
+    /// [`collect`](SlabStore::collect) first to see all.
     pub(crate) fn idle_segments(&self, node: NodeId) -> Vec<Idle> {
         self.central(node).idle()
     }
@@ -267,8 +266,11 @@ impl<S: PartialEq> SlabStore<S> {
     /// How many free bytes a node has beyond the bound, merged as far as they can be.
     pub(crate) fn excess(&self, node: NodeId) -> u64 {
         let mut central = self.central(node);
-        central.consolidate();
-        central.free_bytes().saturating_sub(self.cached_bytes_max)
+        let excess = central.free_bytes().saturating_sub(self.cached_bytes_max);
+        if excess > 0 {
+            central.consolidate();
+        }
+        excess
     }
 
     /// The live allocation that holds `addr`, and where it starts.

@@ -63,7 +63,8 @@ impl<B: HostBackend> Engine<B> {
                 for node in slabs.node_ids() {
                     slabs.collect(node);
                     for idle in slabs.idle_segments(node) {
-                        outcome = outcome.and(self.give_back_idle(pool, slabs, node, idle));
+                        outcome =
+                            outcome.and(self.give_back_idle(pool, slabs, node, idle).map(drop));
                     }
                 }
             }
@@ -72,23 +73,23 @@ impl<B: HostBackend> Engine<B> {
     }
 
     /// Gives a segment back that was wholly free a moment ago, unless it is to be kept or is in use
-    /// again.
-    fn give_back_idle(
+    /// again. Whether it was given back.
+    pub(crate) fn give_back_idle(
         &self,
         pool: &PoolOf<B>,
         slabs: &SlabStore<StreamOf<B>>,
         node: NodeId,
         idle: Idle,
-    ) -> Result<(), B> {
+    ) -> Result<bool, B> {
         let keep = self.pins.find(idle.span.base).is_none_or(|about| about.keep);
         if keep || !slabs.remove_idle(node, idle) {
-            return Ok(());
+            return Ok(false);
         }
-        self.give_back(pool, idle.span)
+        self.give_back(pool, idle.span).map(|()| true)
     }
 
-    /// Gives free segments back until a node keeps no more free bytes than the bound allows, as far
-    /// as whole segments are free. Failures are counted only.
+    /// Gives free segments back, the largest first, until a node keeps no more free bytes than the
+    /// bound allows, as far as whole segments are free. Failures are counted only.
     pub(crate) fn give_back_excess(
         &self,
         pool: &PoolOf<B>,
@@ -103,7 +104,7 @@ impl<B: HostBackend> Engine<B> {
             if excess == 0 {
                 break;
             }
-            if self.give_back_idle(pool, slabs, node, idle).is_ok() {
+            if let Ok(true) = self.give_back_idle(pool, slabs, node, idle) {
                 excess = excess.saturating_sub(idle.span.bytes);
             }
         }
@@ -123,7 +124,7 @@ impl<B: HostBackend> Engine<B> {
             for idle in slabs.idle_segments(node) {
                 let since = self.pins.idle_since(idle.span.base, idle.stamp, now);
                 if now.saturating_sub(since) >= age {
-                    outcome = outcome.and(self.give_back_idle(pool, slabs, node, idle));
+                    outcome = outcome.and(self.give_back_idle(pool, slabs, node, idle).map(drop));
                 }
             }
         }

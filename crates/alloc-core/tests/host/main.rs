@@ -2,6 +2,10 @@
 #![cfg(not(loom))]
 
 mod cases;
+mod faults;
+mod memory;
+mod model;
+mod naive;
 mod ours;
 mod pools;
 mod rules;
