@@ -104,7 +104,7 @@ impl HostConfig {
             cached_bytes_max: Some(32 * GIB),
             cached_age_max: Some(Duration::from_secs(60)),
             reserved_bytes_max: None,
-            granule_bytes: 64,
+            granule_bytes: 512,
             shards: cores(),
             small_bytes_max: MIB,
             growth_bytes_min: 2 * MIB,

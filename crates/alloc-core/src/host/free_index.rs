@@ -218,10 +218,11 @@ impl FreeIndex {
 
     /// All blocks of at least `bytes`, in order of size, then address.
     pub(crate) fn iter_from(&self, bytes: u64) -> impl Iterator<Item = FreeBlock> + '_ {
-        let first = self.bin(bytes).unwrap_or(BINS);
-        let small = self.bins.iter().enumerate().skip(first).flat_map(move |(bin, blocks)| {
+        let next = |bin: usize| (bin < BINS).then(|| self.first_bin_from(bin)).flatten();
+        let first = self.bin(bytes).and_then(next);
+        let small = std::iter::successors(first, move |&bin| next(bin + 1)).flat_map(move |bin| {
             let bytes = (bin as u64) << self.shift;
-            blocks.iter().map(move |(addr, index)| FreeBlock { bytes, addr, index })
+            self.bins[bin].iter().map(move |(addr, index)| FreeBlock { bytes, addr, index })
         });
         let large = self
             .large
