@@ -4,12 +4,32 @@ use crate::free_index::FreeKey;
 use crate::heap::SegmentId;
 use crate::size_class::SizeClass;
 use crate::units::Addr;
+use std::num::NonZeroU32;
 use std::ops::{Index, IndexMut};
 
-/// Names a block of one heap. The generation makes a stale id a checked error.
+/// Position of a block in its heap's slab. Valid while its block exists; what outlives that uses
+/// [`BlockId`].
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub(crate) struct BlockIdx(NonZeroU32);
+
+impl BlockIdx {
+    pub(crate) const fn new(index: u32) -> Self {
+        // Stored plus one, so that an optional position takes no more room.
+        match NonZeroU32::new(index.wrapping_add(1)) {
+            Some(raw) => BlockIdx(raw),
+            None => panic!("a heap has fewer than 2^32 blocks"),
+        }
+    }
+
+    const fn get(self) -> usize {
+        self.0.get() as usize - 1
+    }
+}
+
+/// Names a block of one heap outside its lock. The generation makes a stale id a checked error.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub(crate) struct BlockId {
-    index: u32,
+    index: BlockIdx,
     generation: u32,
 }
 
@@ -26,6 +46,8 @@ pub(crate) enum BlockState {
     Unmapped,
     /// In the hands of a slow path that is about to call the backend, or has just called it.
     Held,
+    /// A place in the slab that holds no block.
+    Vacant,
 }
 
 /// A sub-range of exactly one segment: the unit of split and merge.
@@ -35,17 +57,53 @@ pub(crate) struct Block {
     pub(crate) bytes: u64,
     /// What the client asked for; meaningful while `Live` or `Draining`.
     pub(crate) requested: u64,
-    pub(crate) state: BlockState,
-    pub(crate) class: SizeClass,
-    pub(crate) segment: SegmentId,
-    /// Address neighbours in the same segment.
-    pub(crate) prev: Option<BlockId>,
-    pub(crate) next: Option<BlockId>,
     /// The pool's search count when the block last became free.
     pub(crate) free_since: u64,
+    pub(crate) state: BlockState,
+    pub(crate) segment: SegmentId,
+    /// Address neighbours in the same segment.
+    pub(crate) prev: Option<BlockIdx>,
+    pub(crate) next: Option<BlockIdx>,
+    /// Times that this place in the slab was vacated.
+    generation: u32,
+    /// The heap's clock when part of the block last became free.
+    pub(crate) freed_at: u32,
+    pub(crate) class: SizeClass,
+    /// Whether its segment is an expandable one.
+    pub(crate) expandable: bool,
+    /// Whether streams other than the heap's own are recorded for it.
+    pub(crate) used: bool,
 }
 
+// A free and a split each look at up to three blocks: one cache line apiece.
+const _: () = assert!(size_of::<Block>() <= 64);
+
 impl Block {
+    pub(crate) const fn new(
+        addr: Addr,
+        bytes: u64,
+        state: BlockState,
+        segment: SegmentId,
+        class: SizeClass,
+        expandable: bool,
+    ) -> Self {
+        Block {
+            addr,
+            bytes,
+            requested: 0,
+            free_since: 0,
+            state,
+            segment,
+            prev: None,
+            next: None,
+            generation: 0,
+            freed_at: 0,
+            class,
+            expandable,
+            used: false,
+        }
+    }
+
     pub(crate) const fn key(&self) -> FreeKey {
         FreeKey { bytes: self.bytes, addr: self.addr }
     }
@@ -65,66 +123,72 @@ impl Block {
     }
 }
 
-#[derive(Debug)]
-struct Slot {
-    generation: u32,
-    block: Option<Block>,
-}
-
-/// All blocks of a heap, by id.
+/// All blocks of a heap.
 #[derive(Debug, Default)]
 pub(crate) struct BlockSlab {
-    slots: Vec<Slot>,
-    vacant: Vec<u32>,
+    slots: Vec<Block>,
+    vacant: Vec<BlockIdx>,
 }
 
 impl BlockSlab {
-    pub(crate) fn insert(&mut self, block: Block) -> BlockId {
+    #[inline]
+    pub(crate) fn insert(&mut self, block: Block) -> BlockIdx {
         if let Some(index) = self.vacant.pop() {
-            let slot = &mut self.slots[index as usize];
-            slot.block = Some(block);
-            return BlockId { index, generation: slot.generation };
+            let slot = &mut self.slots[index.get()];
+            *slot = Block { generation: slot.generation, ..block };
+            return index;
         }
-        let index = u32::try_from(self.slots.len()).expect("fewer than 2^32 blocks in a heap");
-        self.slots.push(Slot { generation: 0, block: Some(block) });
-        BlockId { index, generation: 0 }
+        let index = BlockIdx::new(u32::try_from(self.slots.len()).unwrap_or(u32::MAX));
+        self.slots.push(block);
+        index
     }
 
-    pub(crate) fn remove(&mut self, id: BlockId) -> Block {
-        let slot = &mut self.slots[id.index as usize];
-        assert_eq!(slot.generation, id.generation, "I10: stale block id");
+    /// Vacates a place; ids of its block are stale from now on.
+    #[inline]
+    pub(crate) fn remove(&mut self, index: BlockIdx) {
+        let slot = &mut self.slots[index.get()];
+        debug_assert_ne!(slot.state, BlockState::Vacant, "I10: an index names a block");
+        slot.state = BlockState::Vacant;
         slot.generation = slot.generation.wrapping_add(1);
-        self.vacant.push(id.index);
-        slot.block.take().expect("I10: block id names a block")
+        self.vacant.push(index);
     }
 
-    /// The block, unless the id is stale.
-    pub(crate) fn get(&self, id: BlockId) -> Option<&Block> {
-        let slot = self.slots.get(id.index as usize)?;
-        if slot.generation == id.generation { slot.block.as_ref() } else { None }
+    /// The id of a block, for use outside the lock of its heap.
+    #[inline]
+    pub(crate) fn id(&self, index: BlockIdx) -> BlockId {
+        BlockId { index, generation: self.slots[index.get()].generation }
     }
 
-    /// Every block with its id, in no particular order.
-    pub(crate) fn iter(&self) -> impl Iterator<Item = (BlockId, &Block)> {
-        self.slots.iter().enumerate().filter_map(|(index, slot)| {
-            let id = BlockId { index: index as u32, generation: slot.generation };
-            slot.block.as_ref().map(|block| (id, block))
-        })
+    /// The block that an id names, unless it is gone.
+    #[inline]
+    pub(crate) fn resolve(&self, id: BlockId) -> Option<BlockIdx> {
+        let slot = self.slots.get(id.index.get())?;
+        let current = slot.generation == id.generation && slot.state != BlockState::Vacant;
+        current.then_some(id.index)
+    }
+
+    /// Every block, in no particular order.
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (BlockIdx, &Block)> {
+        self.slots
+            .iter()
+            .enumerate()
+            .filter(|(_, block)| block.state != BlockState::Vacant)
+            .map(|(index, block)| (BlockIdx::new(index as u32), block))
     }
 }
 
-impl Index<BlockId> for BlockSlab {
+impl Index<BlockIdx> for BlockSlab {
     type Output = Block;
-    fn index(&self, id: BlockId) -> &Block {
-        self.get(id).expect("I10: block id names a block")
+    #[inline]
+    fn index(&self, index: BlockIdx) -> &Block {
+        &self.slots[index.get()]
     }
 }
 
-impl IndexMut<BlockId> for BlockSlab {
-    fn index_mut(&mut self, id: BlockId) -> &mut Block {
-        let slot = &mut self.slots[id.index as usize];
-        assert_eq!(slot.generation, id.generation, "I10: stale block id");
-        slot.block.as_mut().expect("I10: block id names a block")
+impl IndexMut<BlockIdx> for BlockSlab {
+    #[inline]
+    fn index_mut(&mut self, index: BlockIdx) -> &mut Block {
+        &mut self.slots[index.get()]
     }
 }
 
@@ -133,28 +197,21 @@ mod tests {
     use super::*;
 
     fn block() -> Block {
-        Block {
-            addr: Addr::new(512),
-            bytes: 512,
-            requested: 1,
-            state: BlockState::Live,
-            class: SizeClass::Small,
-            segment: SegmentId::new(0),
-            prev: None,
-            next: None,
-            free_since: 0,
-        }
+        let segment = SegmentId::new(0);
+        Block::new(Addr::new(512), 512, BlockState::Live, segment, SizeClass::Small, false)
     }
 
     #[test]
     fn a_stale_id_names_nothing() {
         let mut slab = BlockSlab::default();
-        let old = slab.insert(block());
-        slab.remove(old);
-        let new = slab.insert(block());
-        assert_ne!(old, new);
-        assert!(slab.get(old).is_none());
-        assert!(slab.get(new).is_some());
+        let first = slab.insert(block());
+        let old = slab.id(first);
+        slab.remove(first);
+        assert_eq!(slab.resolve(old), None);
+        let second = slab.insert(block());
+        assert_eq!(first, second, "the place is used again");
+        assert_eq!(slab.resolve(old), None);
+        assert_eq!(slab.resolve(slab.id(second)), Some(second));
         assert_eq!(slab.iter().count(), 1);
     }
 }

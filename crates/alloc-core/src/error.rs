@@ -46,7 +46,8 @@ pub enum AllocError<E> {
     /// Expandable segments were asked for, but the allocator was made without virtual memory. Use
     /// `with_virtual_memory`, or turn the setting off.
     NoVirtualMemory,
-    /// The backend broke its contract; the segment was given back.
+    /// The backend broke its contract; the segment or reservation was given back, unless it overlaps
+    /// one that is in use.
     BadSegment {
         /// Its first address.
         base: Addr,
@@ -205,6 +206,38 @@ pub struct HeapReport {
     pub largest_free: u64,
 }
 
+/// What expandable segments lacked although there may be memory. Either way the setting
+/// `expandable_segments_reserve` is the one to look at.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[non_exhaustive]
+pub enum AddressSpaceLack {
+    /// The process has no room for another reservation of this many bytes. Fewer streams, or smaller
+    /// reservations, would fit.
+    Exhausted {
+        /// Bytes of the reservation.
+        bytes: u64,
+    },
+    /// Reservations are set to be smaller than the request, though the device is not.
+    ReserveTooSmall {
+        /// Bytes of a reservation.
+        bytes: u64,
+    },
+}
+
+impl fmt::Display for AddressSpaceLack {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            AddressSpaceLack::Exhausted { bytes } => {
+                write!(f, "{} of address space could not be reserved", Bytes(*bytes))?;
+            }
+            AddressSpaceLack::ReserveTooSmall { bytes } => {
+                write!(f, "segments have only {} of address space", Bytes(*bytes))?;
+            }
+        }
+        f.write_str(" (setting `expandable_segments_reserve`)")
+    }
+}
+
 /// Everything known about a failed request.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct OomReport {
@@ -228,6 +261,8 @@ pub struct OomReport {
     pub device_free: Option<u64>,
     /// Bytes of the whole device, if known.
     pub device_total: Option<u64>,
+    /// Why an expandable segment could not have the addresses it needed, if that was the reason.
+    pub address_space: Option<AddressSpaceLack>,
     /// What was tried, in order.
     pub steps: Vec<LadderStep>,
     /// Every heap of the device that holds memory.
@@ -270,6 +305,9 @@ impl fmt::Display for OomReport {
         write!(f, ", {} free", Bytes(self.cached()))?;
         let largest = self.heaps.iter().map(|heap| heap.largest_free).max().unwrap_or(0);
         write!(f, " (largest block {})", Bytes(largest))?;
+        if let Some(lack) = &self.address_space {
+            write!(f, "; {lack}")?;
+        }
         let steps: Vec<_> = self.steps.iter().map(|step| step.describe()).collect();
         if !steps.is_empty() {
             write!(f, "; tried {}", steps.join(", "))?;

@@ -1,4 +1,4 @@
-//! Backend-generic caching memory allocators.
+#![doc = include_str!("../README.md")]
 #![forbid(unsafe_code)]
 
 mod allocator;
@@ -9,8 +9,10 @@ mod directory;
 mod error;
 mod events;
 mod free_index;
+mod handles;
 mod heap;
 pub mod host;
+mod lock;
 mod pager;
 pub mod size_class;
 pub mod stats;
@@ -24,7 +26,9 @@ pub use allocator::{
     StreamHandle, Violation,
 };
 pub use config::{ConfError, Config, Policy, Settings};
-pub use error::{AllocError, BackendOp, FreeError, HeapReport, LadderStep, OomReport};
+pub use error::{
+    AddressSpaceLack, AllocError, BackendOp, FreeError, HeapReport, LadderStep, OomReport,
+};
 pub use size_class::SizeClass;
 pub use stats::DeviceStats;
 pub use trace::{TraceAction, TraceEntry, TraceSink};

@@ -24,16 +24,51 @@ pub(crate) struct Unmapped<E> {
     pub(crate) error: Option<PagerError<E>>,
 }
 
+/// Why a range that the backend handed out cannot be used.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Flaw {
+    pub(crate) why: &'static str,
+    /// Whether it can be given back without harm to another range.
+    pub(crate) returnable: bool,
+}
+
+/// A range that cannot be used.
+#[derive(Debug)]
+pub(crate) struct BadRange {
+    pub(crate) base: Addr,
+    pub(crate) bytes: u64,
+    pub(crate) why: &'static str,
+}
+
 /// Reserves, backs and unbacks address space. Reservations are named by their base.
 ///
 /// Called under the growth lock of the device, never under a heap lock; no two calls for one
 /// reservation run at once.
 pub(crate) trait Pager<E>: Send + Sync {
-    /// Reserves `bytes`; returns the base.
-    fn reserve(&self, device: DeviceId, bytes: u64) -> Result<Addr, PagerError<E>>;
+    /// Reserves `bytes`; returns the base, or what `flaw` finds wrong with the range, which goes back
+    /// unless that could take another one along.
+    fn reserve(
+        &self,
+        device: DeviceId,
+        bytes: u64,
+        flaw: &dyn Fn(Addr, u64) -> Option<Flaw>,
+    ) -> Result<Result<Addr, BadRange>, PagerError<E>>;
+
+    /// What sizes of pages on `device` are multiples of, in bytes.
+    fn granularity(&self, device: DeviceId) -> u64;
+
+    /// Offers the backend once more what it refused to take back from `device` before, if anything.
+    fn tidy(&self, device: DeviceId);
+
+    /// The pages of one device as they are mapped, by reservation: (base, bytes of the reservation),
+    /// (address, bytes of each page in use). For checks.
+    fn mapped(&self, device: DeviceId) -> BTreeMap<(Addr, u64), Vec<(Addr, u64)>>;
 
     /// Gives back a reservation in which nothing is mapped.
     fn unreserve(&self, base: Addr) -> Result<(), PagerError<E>>;
+
+    /// The longest run of whole pages in the backed range of `bytes` from `at` on, if any.
+    fn whole_pages(&self, base: Addr, at: Addr, bytes: u64) -> Option<(Addr, u64)>;
 
     /// Backs `bytes` from `at` on with new pages of `page_bytes` each, or does nothing at all.
     fn map(&self, base: Addr, at: Addr, bytes: u64, page_bytes: u64) -> Result<(), PagerError<E>>;
@@ -47,6 +82,9 @@ struct Reserved<B: VirtualMemory> {
     token: B::Reservation,
     device: DeviceId,
     pages: BTreeMap<Addr, B::Page>,
+    /// Pages of a failed growth that could not be unmapped either: nobody's memory, still mapped.
+    /// The next growth there takes them over.
+    leftovers: BTreeMap<Addr, B::Page>,
 }
 
 /// The pager of a backend with virtual memory. Every page is created when it is mapped and
@@ -79,10 +117,39 @@ impl<B: VirtualMemory> PageStore<B> {
         bytes: u64,
         page_bytes: u64,
     ) -> Result<(), PagerError<B::Error>> {
-        let error = |op| move |source| PagerError { op, source };
+        let (there, missing): (Vec<_>, Vec<_>) = (0..bytes / page_bytes)
+            .map(|page| at + page * page_bytes)
+            .partition(|at| reserved.leftovers.contains_key(at));
+        let created = self.create_pages(reserved.device, page_bytes, missing.len())?;
+        let mut mapped: BTreeMap<_, _> =
+            there.iter().filter_map(|at| reserved.leftovers.remove_entry(at)).collect();
+        let mut todo = missing.into_iter().zip(created);
+        while let Some((at, page)) = todo.next() {
+            if let Err(source) = self.backend.map(&reserved.token, at, &page) {
+                self.destroy_all(std::iter::once(page).chain(todo.map(|(_, page)| page)));
+                self.undo_map(reserved, mapped);
+                return Err(PagerError { op: BackendOp::Map, source });
+            }
+            mapped.insert(at, page);
+        }
+        let access = self.backend.set_access(&reserved.token, at, bytes, reserved.device);
+        if let Err(source) = access {
+            self.undo_map(reserved, mapped);
+            return Err(PagerError { op: BackendOp::SetAccess, source });
+        }
+        reserved.pages.extend(mapped);
+        Ok(())
+    }
+
+    fn create_pages(
+        &self,
+        device: DeviceId,
+        page_bytes: u64,
+        count: usize,
+    ) -> Result<Vec<B::Page>, PagerError<B::Error>> {
         let mut created = Vec::new();
-        for _ in 0..bytes / page_bytes {
-            match self.backend.create(reserved.device, page_bytes) {
+        for _ in 0..count {
+            match self.backend.create(device, page_bytes) {
                 Ok(page) => created.push(page),
                 Err(source) => {
                     self.destroy_all(created);
@@ -90,42 +157,27 @@ impl<B: VirtualMemory> PageStore<B> {
                 }
             }
         }
-        let mut mapped = Vec::new();
-        let mut created = created.into_iter();
-        let mut cursor = at;
-        for page in created.by_ref() {
-            let result = self.backend.map(&reserved.token, cursor, &page);
-            let bytes = page.bytes();
-            if let Err(source) = result {
-                self.destroy_all(created.chain([page]));
-                self.unmap_pages(reserved, mapped);
-                return Err(error(BackendOp::Map)(source));
-            }
-            mapped.push((cursor, page));
-            cursor = cursor + bytes;
-        }
-        let access = self.backend.set_access(&reserved.token, at, bytes, reserved.device);
-        if let Err(source) = access {
-            self.unmap_pages(reserved, mapped);
-            return Err(error(BackendOp::SetAccess)(source));
-        }
-        reserved.pages.extend(mapped);
-        Ok(())
+        Ok(created)
     }
 
-    /// Undoes a half-done map. A page that cannot even be unmapped stays mapped and is kept, so that
-    /// it is not lost; its range is never handed out because the hole was never booked as backed.
-    fn unmap_pages(&self, reserved: &mut Reserved<B>, mapped: Vec<(Addr, B::Page)>) {
-        let mut unmapped = Vec::new();
-        for (at, page) in mapped {
+    /// Undoes a half-done map. What cannot even be unmapped is left over.
+    fn undo_map(&self, reserved: &mut Reserved<B>, mapped: BTreeMap<Addr, B::Page>) {
+        reserved.leftovers.extend(mapped);
+        let _ = self.unmap_leftovers(reserved);
+    }
+
+    fn unmap_leftovers(&self, reserved: &mut Reserved<B>) -> Result<(), PagerError<B::Error>> {
+        let mut result = Ok(());
+        for (at, page) in std::mem::take(&mut reserved.leftovers) {
             match self.backend.unmap(&reserved.token, at, page.bytes()) {
-                Ok(()) => unmapped.push(page),
-                Err(_) => {
-                    reserved.pages.insert(at, page);
+                Ok(()) => drop(self.destroy(page)),
+                Err(source) => {
+                    reserved.leftovers.insert(at, page);
+                    result = Err(PagerError { op: BackendOp::Unmap, source });
                 }
             }
         }
-        self.destroy_all(unmapped);
+        result
     }
 
     fn destroy_all(&self, pages: impl IntoIterator<Item = B::Page>) {
@@ -141,29 +193,76 @@ impl<B: VirtualMemory> PageStore<B> {
         })
     }
 
-    fn retry_strays(&self) {
-        let strays = std::mem::take(&mut *self.strays.lock());
-        self.destroy_all(strays);
+    /// The reservations of a device with pages left over from a failed growth.
+    fn untidy(&self, device: DeviceId) -> Vec<Addr> {
+        let reserved = self.reserved.lock();
+        let untidy = reserved.iter().filter(|(_, r)| r.device == device && !r.leftovers.is_empty());
+        untidy.map(|(base, _)| *base).collect()
     }
 }
 
 impl<B: VirtualMemory> Pager<B::Error> for PageStore<B> {
-    fn reserve(&self, device: DeviceId, bytes: u64) -> Result<Addr, PagerError<B::Error>> {
+    fn reserve(
+        &self,
+        device: DeviceId,
+        bytes: u64,
+        flaw: &dyn Fn(Addr, u64) -> Option<Flaw>,
+    ) -> Result<Result<Addr, BadRange>, PagerError<B::Error>> {
         let token = self
             .backend
             .reserve(device, bytes)
             .map_err(|source| PagerError { op: BackendOp::Reserve, source })?;
-        let base = token.base();
-        self.put(Reserved { token, device, pages: BTreeMap::new() });
-        Ok(base)
+        let (base, bytes) = (token.base(), token.bytes());
+        if let Some(Flaw { why, returnable }) = flaw(base, bytes) {
+            if returnable {
+                // Whether this works or not, the caller learns what is wrong with the backend.
+                let _ = self.backend.unreserve(token);
+            }
+            return Ok(Err(BadRange { base, bytes, why }));
+        }
+        self.put(Reserved { token, device, pages: BTreeMap::new(), leftovers: BTreeMap::new() });
+        Ok(Ok(base))
+    }
+
+    fn granularity(&self, device: DeviceId) -> u64 {
+        self.backend.granularity(device)
+    }
+
+    fn mapped(&self, device: DeviceId) -> BTreeMap<(Addr, u64), Vec<(Addr, u64)>> {
+        let reserved = self.reserved.lock();
+        let mine = reserved.values().filter(|reserved| reserved.device == device);
+        mine.map(|reserved| {
+            let pages = reserved.pages.iter().map(|(at, page)| (*at, page.bytes())).collect();
+            ((reserved.token.base(), reserved.token.bytes()), pages)
+        })
+        .collect()
+    }
+
+    fn tidy(&self, device: DeviceId) {
+        for base in self.untidy(device) {
+            let mut reserved = self.take(base);
+            let _ = self.unmap_leftovers(&mut reserved);
+            self.put(reserved);
+        }
+        let strays = std::mem::take(&mut *self.strays.lock());
+        self.destroy_all(strays);
     }
 
     fn unreserve(&self, base: Addr) -> Result<(), PagerError<B::Error>> {
-        let reserved = self.take(base);
+        let mut reserved = self.take(base);
+        if let Err(error) = self.unmap_leftovers(&mut reserved) {
+            self.put(reserved);
+            return Err(error);
+        }
         self.backend.unreserve(reserved.token).map_err(|Refused { value, error }| {
             self.put(Reserved { token: value, ..reserved });
             PagerError { op: BackendOp::Unreserve, source: error }
         })
+    }
+
+    fn whole_pages(&self, _base: Addr, at: Addr, bytes: u64) -> Option<(Addr, u64)> {
+        // All pages of a segment have one size, and the range is already cut to that.
+        Some((at, bytes))
     }
 
     fn map(
@@ -180,7 +279,6 @@ impl<B: VirtualMemory> Pager<B::Error> for PageStore<B> {
     }
 
     fn unmap(&self, base: Addr, at: Addr, bytes: u64) -> Unmapped<B::Error> {
-        self.retry_strays();
         let mut reserved = self.take(base);
         let mut done = 0;
         let mut error = None;
@@ -207,14 +305,20 @@ impl<B: VirtualMemory> Pager<B::Error> for PageStore<B> {
 impl<B: VirtualMemory> Drop for PageStore<B> {
     /// Best effort: a backend that is gone already has taken everything with it.
     fn drop(&mut self) {
-        self.retry_strays();
         for (_, reserved) in std::mem::take(self.reserved.get_mut()) {
-            for (at, page) in reserved.pages {
-                let _ = self.backend.unmap(&reserved.token, at, page.bytes());
-                let _ = self.backend.destroy(page);
+            let mut empty = true;
+            for (at, page) in reserved.pages.into_iter().chain(reserved.leftovers) {
+                match self.backend.unmap(&reserved.token, at, page.bytes()) {
+                    Ok(()) => drop(self.backend.destroy(page)),
+                    Err(_) => empty = false,
+                }
             }
-            let _ = self.backend.unreserve(reserved.token);
+            if empty {
+                let _ = self.backend.unreserve(reserved.token);
+            }
         }
-        self.retry_strays();
+        for page in std::mem::take(self.strays.get_mut()) {
+            let _ = self.backend.destroy(page);
+        }
     }
 }

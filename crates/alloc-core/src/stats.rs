@@ -39,7 +39,6 @@ impl Stat {
         self.freed = 0;
     }
 
-    /// Adds another heap's figures. The peak of a sum is at most the sum of the peaks.
     fn add(&mut self, other: &Stat) {
         self.current += other.current;
         self.peak += other.peak;
@@ -123,16 +122,32 @@ pub struct ByClass {
     pub large: Stat,
 }
 
-impl ByClass {
-    fn each(&mut self) -> [&mut Stat; 3] {
-        [&mut self.all, &mut self.small, &mut self.large]
+/// What is written on every change of a gauge in one class. The rest of a [`Stat`] follows from it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+struct Tally {
+    current: i64,
+    peak: i64,
+    freed: i64,
+    /// `current` at the last reset of accumulated values: what was allocated since is
+    /// `current + freed - base`.
+    base: i64,
+}
+
+impl Tally {
+    const fn stat(&self) -> Stat {
+        Stat {
+            current: self.current,
+            peak: self.peak,
+            allocated: self.current + self.freed - self.base,
+            freed: self.freed,
+        }
     }
 
-    fn class(&mut self, class: SizeClass) -> &mut Stat {
-        match class {
-            SizeClass::Small => &mut self.small,
-            SizeClass::Large => &mut self.large,
-        }
+    fn add(&mut self, other: &Tally) {
+        self.current += other.current;
+        self.peak += other.peak;
+        self.freed += other.freed;
+        self.base += other.base;
     }
 }
 
@@ -140,48 +155,78 @@ impl ByClass {
 /// of the sum must be exact.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub(crate) struct StatTable {
-    gauges: [ByClass; GAUGES],
+    classes: [[Tally; GAUGES]; 2],
+    /// Peaks of the sum of both classes.
+    peaks: [i64; GAUGES],
     pub(crate) oversize_allocations: Stat,
     pub(crate) oversize_segments: Stat,
 }
 
 impl StatTable {
+    #[inline]
     pub(crate) fn increase(&mut self, gauge: Gauge, class: SizeClass, amount: u64) {
-        let entry = &mut self.gauges[gauge as usize];
-        entry.all.increase(amount);
-        entry.class(class).increase(amount);
+        let gauge = gauge as usize;
+        let tally = &mut self.classes[class.index()][gauge];
+        tally.current += amount as i64;
+        tally.peak = tally.peak.max(tally.current);
+        let all = self.classes[0][gauge].current + self.classes[1][gauge].current;
+        self.peaks[gauge] = self.peaks[gauge].max(all);
     }
 
+    #[inline]
     pub(crate) fn decrease(&mut self, gauge: Gauge, class: SizeClass, amount: u64) {
-        let entry = &mut self.gauges[gauge as usize];
-        entry.all.decrease(amount);
-        entry.class(class).decrease(amount);
+        let tally = &mut self.classes[class.index()][gauge as usize];
+        tally.current -= amount as i64;
+        tally.freed += amount as i64;
     }
 
-    pub(crate) fn get(&self, gauge: Gauge) -> &ByClass {
-        &self.gauges[gauge as usize]
+    pub(crate) fn get(&self, gauge: Gauge) -> ByClass {
+        let gauge = gauge as usize;
+        let [small, large] = [self.classes[0][gauge], self.classes[1][gauge]];
+        let mut sum = small;
+        sum.add(&large);
+        sum.peak = self.peaks[gauge];
+        ByClass { all: sum.stat(), small: small.stat(), large: large.stat() }
     }
 
-    fn each(&mut self) -> impl Iterator<Item = &mut Stat> {
-        self.gauges
-            .iter_mut()
-            .flat_map(ByClass::each)
-            .chain([&mut self.oversize_allocations, &mut self.oversize_segments])
+    /// Sets the peak of reserved bytes over both classes, which a device knows exactly.
+    pub(crate) fn set_reserved_peak(&mut self, bytes: u64) {
+        self.peaks[Gauge::ReservedBytes as usize] = bytes as i64;
+    }
+
+    fn oversize(&mut self) -> [&mut Stat; 2] {
+        [&mut self.oversize_allocations, &mut self.oversize_segments]
     }
 
     pub(crate) fn reset_peak(&mut self) {
-        self.each().for_each(Stat::reset_peak);
+        for tally in self.classes.as_flattened_mut() {
+            tally.peak = tally.current;
+        }
+        for gauge in 0..GAUGES {
+            self.peaks[gauge] = self.classes[0][gauge].current + self.classes[1][gauge].current;
+        }
+        self.oversize().into_iter().for_each(Stat::reset_peak);
     }
 
     pub(crate) fn reset_accumulated(&mut self) {
-        self.each().for_each(Stat::reset_accumulated);
+        for tally in self.classes.as_flattened_mut() {
+            tally.freed = 0;
+            tally.base = tally.current;
+        }
+        self.oversize().into_iter().for_each(Stat::reset_accumulated);
     }
 
+    /// Adds another heap's figures. The peak of a sum is at most the sum of the peaks.
     pub(crate) fn add(&mut self, other: &StatTable) {
-        let mut other = other.clone();
-        for (mine, theirs) in self.each().zip(other.each()) {
+        let tallies = other.classes.as_flattened();
+        for (mine, theirs) in self.classes.as_flattened_mut().iter_mut().zip(tallies) {
             mine.add(theirs);
         }
+        for (mine, theirs) in self.peaks.iter_mut().zip(&other.peaks) {
+            *mine += theirs;
+        }
+        self.oversize_allocations.add(&other.oversize_allocations);
+        self.oversize_segments.add(&other.oversize_segments);
     }
 }
 
@@ -212,7 +257,7 @@ pub struct DeviceStats {
 
 impl DeviceStats {
     /// A gauge for both classes and their sum.
-    pub fn gauge(&self, gauge: Gauge) -> &ByClass {
+    pub fn gauge(&self, gauge: Gauge) -> ByClass {
         self.table.get(gauge)
     }
 

@@ -1,13 +1,21 @@
-//! Locks, condition variables and threads: from parking_lot and std, or from loom when the crate is
-//! built with `--cfg loom`. Code whose interleavings are model-checked takes them from here only.
+//! Locks, condition variables and threads: from parking_lot, std and [`crate::lock`], or from loom
+//! when the crate is built with `--cfg loom`. Code whose interleavings are model-checked takes them
+//! from here only.
 
+/// A lock that is held for some tens of nanoseconds at most.
 #[cfg(not(loom))]
-pub(crate) use parking_lot::{Condvar, Mutex, MutexGuard, RwLock};
+pub(crate) use crate::lock::Lock as ShortLock;
+#[cfg(not(loom))]
+pub(crate) use parking_lot::{Condvar, Mutex, RwLock};
+#[cfg(not(loom))]
+pub(crate) use spin::mutex::SpinMutexGuard as ShortGuard;
 #[cfg(not(loom))]
 pub(crate) use std::thread;
 
 #[cfg(loom)]
-pub(crate) use self::model::{Condvar, Mutex, MutexGuard, RwLock};
+pub(crate) use self::model::{
+    Condvar, Mutex, Mutex as ShortLock, MutexGuard as ShortGuard, RwLock,
+};
 #[cfg(loom)]
 pub(crate) use loom::thread;
 

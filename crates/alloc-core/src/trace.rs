@@ -81,9 +81,10 @@ impl TraceBuffer {
         TraceBuffer { on, entries: Vec::new() }
     }
 
-    pub(crate) fn push(&mut self, entry: TraceEntry) {
+    #[inline]
+    pub(crate) fn push(&mut self, entry: impl FnOnce() -> TraceEntry) {
         if self.on {
-            self.entries.push(entry);
+            self.entries.push(entry());
         }
     }
 

@@ -1,3 +1,6 @@
-//! The command-line laboratory.
+//! Laboratory for caching GPU memory allocators; `alloc-lab --help` explains itself.
 #![forbid(unsafe_code)]
-fn main() {}
+
+fn main() -> std::process::ExitCode {
+    alloc_lab::cli::run(std::env::args_os())
+}

@@ -353,6 +353,14 @@ impl Judge<'_> {
         }
     }
 
+    /// Whether `device` may access all of the live allocation at `addr`. It may access any segment,
+    /// as with peers enabled, but mapped pages only if access was set for it.
+    pub fn is_accessible(&self, addr: Addr, device: DeviceId) -> bool {
+        let sim = self.0.sim();
+        let bytes = sim.book.bytes_at(addr);
+        bytes.is_some_and(|bytes| sim.memory.translate(addr, bytes, device).is_ok())
+    }
+
     /// The size of the live allocation at `addr`.
     pub fn live_bytes(&self, addr: Addr) -> Option<u64> {
         self.0.sim().book.bytes_at(addr)

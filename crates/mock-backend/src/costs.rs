@@ -6,13 +6,13 @@ use crate::Call;
 
 const MIB: u64 = 1 << 20;
 
-/// Nanoseconds at three sizes, for calls that depend on the size of what they handle.
-///
-/// Measured on one H200 with one handle a call (means of the ranges that repeated runs gave).
-/// Between the points the model is linear in the size, above the last one it goes on with the last
-/// slope, below the first one it is flat.
+/// Nanoseconds at three sizes, for calls that depend on the size of what they handle. Between the
+/// points the model is linear in the size, above the last one it goes on with the last slope, below
+/// the first one it is flat.
 struct BySize([(u64, u64); 3]);
 
+// Virtual memory: measured on one H200, one handle a call (means of the ranges that repeated runs
+// gave).
 const CREATE: BySize = BySize([(2 * MIB, 10_000), (128 * MIB, 13_000), (2048 * MIB, 37_500)]);
 const MAP: BySize = BySize([(2 * MIB, 700), (128 * MIB, 1_000), (2048 * MIB, 3_000)]);
 const SET_ACCESS: BySize = BySize([(2 * MIB, 26_000), (128 * MIB, 31_000), (2048 * MIB, 90_000)]);
@@ -21,6 +21,10 @@ const UNMAP: BySize = BySize([(2 * MIB, 16_000), (128 * MIB, 19_000), (2048 * MI
 const PIN: BySize =
     BySize([(2 * MIB, 110_000), (1024 * MIB, 47_000_000), (4096 * MIB, 181_000_000)]);
 const DESTROY: BySize = BySize([(2 * MIB, 12_000), (128 * MIB, 60_000), (2048 * MIB, 850_000)]);
+
+// cudaMalloc and cudaFree on an idle H200, driver 580.159.04 (medians; `docs/measurements/`).
+const ACQUIRE: BySize = BySize([(2 * MIB, 76_000), (128 * MIB, 78_000), (2048 * MIB, 271_000)]);
+const RELEASE: BySize = BySize([(2 * MIB, 56_000), (128 * MIB, 146_000), (2048 * MIB, 1_506_000)]);
 
 impl BySize {
     fn at(&self, bytes: u64) -> u64 {
@@ -35,9 +39,8 @@ impl BySize {
 /// queued work is not in it.
 pub fn call_ns(call: Call, bytes: u64) -> u64 {
     match call {
-        // cudaMalloc makes a handle, maps it and sets access in one act, cudaFree undoes them.
-        Call::Acquire => CREATE.at(bytes) + MAP.at(bytes) + SET_ACCESS.at(bytes),
-        Call::Release => UNMAP.at(bytes) + DESTROY.at(bytes),
+        Call::Acquire => ACQUIRE.at(bytes),
+        Call::Release => RELEASE.at(bytes),
         Call::Create => CREATE.at(bytes),
         Call::Map => MAP.at(bytes),
         Call::SetAccess => SET_ACCESS.at(bytes),
@@ -45,12 +48,13 @@ pub fn call_ns(call: Call, bytes: u64) -> u64 {
         Call::Destroy => DESTROY.at(bytes),
         // Estimates: address space only, no page tables.
         Call::Reserve | Call::Unreserve => 2_000,
-        // Estimates: a host-side call without a round trip to the device.
-        Call::Record | Call::WaitEvent => 1_000,
-        Call::Query => 500,
+        // Measured as above, on events without timing; waiting for one stream to wait is taken to
+        // cost what recording does.
+        Call::Record | Call::WaitEvent => 320,
+        Call::Query => 340,
         // A blocking wait on a reached event.
-        Call::Wait => 1_000,
-        Call::Memory => 10_000,
+        Call::Wait => 450,
+        Call::Memory => 7_600,
         Call::Pin => PIN.at(bytes),
         // Estimates: half the way back, and 10 GB/s.
         Call::Unpin => PIN.at(bytes) / 2,

@@ -22,9 +22,11 @@ mod sim;
 mod streams;
 mod violation;
 
+pub mod conformance;
 pub mod model;
 #[cfg(any(test, feature = "proptest"))]
 pub mod strategy;
+pub mod trial;
 pub mod workload;
 
 pub use addresses::{Fed, Feed, Placement, SpanKind, recorded_segments};

@@ -66,6 +66,7 @@ fn bytes(shape: &Shape, weights: &Weights) -> impl Strategy<Value = u64> + use<>
         (1..=64 * MIB).boxed(),
         near_edge.boxed(),
         Just(0).boxed(),
+        select(weights.favourites.to_vec()).boxed(),
     ];
     let weighted = kinds.into_iter().zip(weights.sizes).filter(|(_, weight)| *weight > 0);
     let max = shape.bytes_max;

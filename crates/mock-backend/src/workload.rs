@@ -102,7 +102,9 @@ impl Default for Shape {
 /// How often each kind of operation comes, relative to the others.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Weights {
-    pub(crate) sizes: [u64; 6],
+    pub(crate) sizes: [u64; 7],
+    /// Sizes that come again and again, as in a training loop.
+    pub(crate) favourites: [u64; 4],
     pub(crate) free: u64,
     pub(crate) uses: u64,
     pub(crate) record: u64,
@@ -127,7 +129,8 @@ impl Weights {
         };
         let many = u64::from(shape.streams > 1);
         let weights = Weights {
-            sizes: [swarm(33), swarm(25), swarm(25), swarm(15), swarm(6), swarm(1)],
+            sizes: [33, 25, 25, 15, 6, 1, 40].map(&mut swarm),
+            favourites: [0; 4],
             free: swarm(40),
             uses: swarm(30),
             record: swarm(5) * many,
@@ -140,11 +143,11 @@ impl Weights {
             limit: swarm(2) * u64::from(shape.limits.is_some()),
             toggle: swarm(2) * u64::from(shape.toggles),
         };
+        let favourites = [0; 4].map(|_| draw_bytes(rng, &USUAL_SIZES, &weights.favourites, shape));
         // Something must be allocated, of some size.
-        if weights.sizes.iter().all(|&weight| weight == 0) {
-            return Weights { sizes: [33, 25, 25, 15, 6, 1], ..weights };
-        }
-        weights
+        let nothing = weights.sizes.iter().all(|&weight| weight == 0);
+        let sizes = if nothing { USUAL_SIZES } else { weights.sizes };
+        Weights { sizes, favourites, ..weights }
     }
 
     /// The kinds and their weights, allocation first.
@@ -201,9 +204,13 @@ fn weighted<T: Copy>(rng: &mut Rng, choices: &[(T, u64)]) -> T {
 pub(crate) const EDGES: [u64; 10] =
     [512, 2 * KIB, MIB, 2 * MIB, 10 * MIB, 12 * MIB, 20 * MIB, 24 * MIB, 32 * MIB, 64 * MIB];
 
-/// A size: up to 16 KiB, 1 MiB, 12 MiB, 64 MiB, near an edge, or 0.
-fn draw_bytes(rng: &mut Rng, weights: &[u64; 6], shape: &Shape) -> u64 {
-    const KINDS: [usize; 6] = [0, 1, 2, 3, 4, 5];
+/// Weights of the kinds of sizes if nothing else is drawn: no favourites.
+const USUAL_SIZES: [u64; 7] = [33, 25, 25, 15, 6, 1, 0];
+
+/// A size: up to 16 KiB, 1 MiB, 12 MiB, 64 MiB, near an edge, 0, or a
+/// favourite.
+fn draw_bytes(rng: &mut Rng, weights: &[u64; 7], favourites: &[u64; 4], shape: &Shape) -> u64 {
+    const KINDS: [usize; 7] = [0, 1, 2, 3, 4, 5, 6];
     let choices = KINDS.map(|kind| (kind, weights[kind]));
     let bytes = match weighted(rng, &choices) {
         0 => rng.between(1, 16 * KIB),
@@ -214,7 +221,8 @@ fn draw_bytes(rng: &mut Rng, weights: &[u64; 6], shape: &Shape) -> u64 {
             let edge = EDGES[rng.below(EDGES.len() as u64) as usize];
             (edge + rng.below(3) * 512 + rng.below(3)).saturating_sub(513)
         }
-        _ => 0,
+        5 => 0,
+        _ => favourites[rng.below(4) as usize],
     };
     bytes.min(shape.bytes_max)
 }
@@ -250,7 +258,8 @@ impl Workload {
         let stream = rng.below(self.shape.streams as u64) as usize;
         match kind {
             Kind::Allocate => {
-                Op::Allocate { bytes: draw_bytes(rng, &self.weights.sizes, &self.shape), stream }
+                let Weights { sizes, favourites, .. } = &self.weights;
+                Op::Allocate { bytes: draw_bytes(rng, sizes, favourites, &self.shape), stream }
             }
             Kind::Free => Op::Free { pick },
             Kind::Use => Op::Use { pick, stream },

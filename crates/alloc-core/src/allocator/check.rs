@@ -98,7 +98,36 @@ impl<B: Backend> Shared<B> {
         ensure(draining == pending.len(), "I5", || {
             format!("{} blocks in event queues, {draining} draining", pending.len())
         })?;
-        self.check_sums(id, device, &sums)
+        self.check_sums(id, device, &sums)?;
+        self.check_pages(id, device)
+    }
+
+    /// E1, E2: expandable segments are the reservations, and their mapped blocks cover exactly the
+    /// pages mapped there.
+    fn check_pages(&self, id: DeviceId, device: &Device<B>) -> Result<(), Violation> {
+        let Some(paging) = &self.paging else { return Ok(()) };
+        let mut mapped = paging.pager().mapped(id);
+        for cell in device.heaps() {
+            let state = cell.state.lock();
+            let heap = &state.body.heap;
+            for (_, segment) in heap.segments.iter().filter(|(_, s)| s.is_expandable()) {
+                let base = segment.base;
+                let pages = mapped.remove(&(base, segment.bytes)).ok_or_else(|| Violation {
+                    invariant: "E1",
+                    what: format!("the segment at {base} is not a reservation"),
+                })?;
+                let backed: Vec<_> = blocks_of(heap, segment)
+                    .filter(|block| block.state != BlockState::Unmapped)
+                    .map(|block| (block.addr, block.bytes))
+                    .collect();
+                ensure(runs(&backed) == runs(&pages), "E2", || {
+                    format!("the mapped blocks of the segment at {base} are not its pages")
+                })?;
+            }
+        }
+        ensure(mapped.is_empty(), "E1", || {
+            format!("{} reservations without a segment", mapped.len())
+        })
     }
 
     /// I6: totals are the sums over blocks and segments.
@@ -155,6 +184,18 @@ impl<B: Backend> Shared<B> {
     }
 }
 
+/// Ascending ranges, with those that touch joined.
+fn runs(ranges: &[(Addr, u64)]) -> Vec<(Addr, Addr)> {
+    let mut runs: Vec<(Addr, Addr)> = Vec::new();
+    for (at, bytes) in ranges {
+        match runs.last_mut() {
+            Some(last) if last.1 == *at => last.1 = *at + *bytes,
+            _ => runs.push((*at, *at + *bytes)),
+        }
+    }
+    runs
+}
+
 /// I5: a block drains iff events of it are queued, and as many as it counts.
 fn check_draining<B: Backend>(
     cell: &HeapCell<B>,
@@ -162,11 +203,11 @@ fn check_draining<B: Backend>(
     queued: &HashMap<(u32, BlockId), u32>,
 ) -> Result<usize, Violation> {
     let mut draining = 0;
-    for (id, block) in heap.blocks.iter() {
+    for (index, block) in heap.blocks.iter() {
         ensure(block.state != BlockState::Held, "I12", || {
             format!("the block at {} is in nobody's hands", block.addr)
         })?;
-        let queued = queued.get(&(cell.index, id)).copied().unwrap_or(0);
+        let queued = queued.get(&(cell.index, heap.blocks.id(index))).copied().unwrap_or(0);
         let counted = match block.state {
             BlockState::Draining { pending } => pending,
             _ => 0,
@@ -195,10 +236,13 @@ fn check_tokens<B: Backend>(body: &HeapBody<B>) -> Result<(), Violation> {
         ensure(same, "I10", || format!("the segment at {} has no token", segment.base))?;
     }
     ensure(body.tokens.len() == whole, "I10", || "a token has no segment".to_owned())?;
-    let is_live = |id: &BlockId| {
-        body.heap.blocks.get(*id).is_some_and(|block| block.state == BlockState::Live)
-    };
-    ensure(body.uses.keys().all(is_live), "I10", || {
+    let used = body.heap.blocks.iter().filter(|(_, block)| block.used);
+    let (mut count, mut good) = (0, true);
+    for (index, block) in used {
+        count += 1;
+        good &= block.state == BlockState::Live && body.uses.contains_key(&index);
+    }
+    ensure(good && body.uses.len() == count, "I10", || {
         "streams are recorded for a block that is not live".to_owned()
     })
 }
@@ -251,23 +295,22 @@ fn check_indexes(heap: &Heap) -> Result<(), Violation> {
     ensure(tiled == heap.blocks.iter().count(), "I1", || {
         "a block belongs to no segment".to_owned()
     })?;
-    for (id, block) in heap.blocks.iter() {
+    for (index, block) in heap.blocks.iter() {
         let class = &heap.classes[block.class.index()];
-        let live = heap.segments[block.segment].live_at(block.addr);
-        let expected_live = (block.state == BlockState::Live).then_some(id);
-        ensure(live == expected_live, "I4", || {
+        let near = heap.segments[block.segment].live_near(block.addr);
+        ensure((near == Some(index)) == (block.state == BlockState::Live), "I4", || {
             format!("the index of live blocks is wrong about {}", block.addr)
         })?;
         match block.state {
             BlockState::Free => {
                 free += 1;
-                ensure(class.free.contains(block.key(), id), "I4", || {
+                ensure(class.free.contains(block.key(), index), "I4", || {
                     format!("the free block at {} is not in the index", block.addr)
                 })?;
             }
             BlockState::Unmapped => {
                 holes += 1;
-                ensure(class.unmapped.get(&block.addr) == Some(&id), "I4", || {
+                ensure(class.unmapped.get(&block.addr) == Some(&index), "I4", || {
                     format!("the hole at {} is not in the index", block.addr)
                 })?;
             }
@@ -292,7 +335,7 @@ fn add_up(heap: &Heap, sums: &mut StatTable) {
         sums.increase(Gauge::ReservedBytes, segment.class, segment.bytes);
     }
     for (_, block) in heap.blocks.iter() {
-        let expandable = heap.is_expandable(block);
+        let expandable = block.expandable;
         if expandable && block.state != BlockState::Unmapped {
             sums.increase(Gauge::ReservedBytes, block.class, block.bytes);
         }

@@ -1,10 +1,11 @@
 //! Giving blocks back, and remembering which streams used them.
 
-use super::{AllocResult, Allocation, HeapCell, Shared};
+use super::{AllocResult, Allocation, HeapBody, HeapCell, Shared};
 use crate::backend::{Backend, Stream};
-use crate::block::{BlockId, BlockState};
+use crate::block::{BlockId, BlockIdx, BlockState};
 use crate::error::{AllocError, BackendOp};
 use crate::events::Pending;
+use crate::trace::TraceBuffer;
 use crate::units::Addr;
 use smallvec::SmallVec;
 
@@ -14,6 +15,19 @@ impl<B: Backend> Shared<B> {
             Some((cell, id)) => self.free_block(cell, id, allocation.addr),
             None => Ok(()),
         }
+    }
+
+    /// [`free`](Self::free) of a block of a heap that is at hand.
+    pub(super) fn free_here(
+        &self,
+        cell: &HeapCell<B>,
+        block: BlockId,
+        allocation: &Allocation,
+    ) -> AllocResult<(), B> {
+        if allocation.allocator != self.id {
+            return Err(AllocError::ForeignAllocation { addr: allocation.addr });
+        }
+        self.free_block(cell, block, allocation.addr)
     }
 
     pub(super) fn free_raw(&self, addr: Addr) -> AllocResult<(), B> {
@@ -33,43 +47,48 @@ impl<B: Backend> Shared<B> {
 
     fn free_block(&self, cell: &HeapCell<B>, id: BlockId, addr: Addr) -> AllocResult<(), B> {
         let mut op = self.begin();
-        let uses = self.edit(cell, &mut op.trace, |body, ledger| {
+        let used = self.edit(cell, &mut op.trace, |body, ledger| {
             // By address, another thread may have freed the block since it was looked up.
-            let live = body
-                .heap
-                .blocks
-                .get(id)
-                .is_some_and(|block| block.state == BlockState::Live && block.addr == addr);
-            if !live {
-                return Err(AllocError::UnknownAddress { addr });
+            let block = body.live(id, addr).ok_or(AllocError::UnknownAddress { addr })?;
+            let used = body.heap.blocks[block].used;
+            if !used {
+                body.heap.request_free(block, 0, ledger);
+                body.heap.finish_free(block, ledger);
             }
-            let uses = body.uses.remove(&id);
-            if uses.is_none() {
-                body.heap.request_free(id, 0, ledger);
-                body.heap.finish_free(id, ledger);
-            } else {
-                body.heap.blocks[id].state = BlockState::Held;
-            }
-            Ok(uses)
+            Ok(used)
         })?;
-        let Some(uses) = uses else { return Ok(()) };
-        match self.record_all(&uses) {
-            Ok(events) => {
-                self.edit(cell, &mut op.trace, |body, ledger| {
-                    body.heap.blocks[id].state = BlockState::Live;
-                    body.heap.request_free(id, events.len() as u32, ledger);
-                });
-                let queue = &self.devices[cell.device.index()].events;
+        if used { self.free_used(cell, id, addr, &mut op.trace) } else { Ok(()) }
+    }
+
+    /// Frees a block that other streams used. It stays live until all their events are recorded.
+    fn free_used(
+        &self,
+        cell: &HeapCell<B>,
+        id: BlockId,
+        addr: Addr,
+        trace: &mut TraceBuffer,
+    ) -> AllocResult<(), B> {
+        let queue = &self.devices[cell.device.index()].events;
+        loop {
+            let uses = cell.state.lock().body.uses_of(id, addr).cloned();
+            let uses = uses.ok_or(AllocError::UnknownAddress { addr })?;
+            let events = self
+                .record_all(&uses)
+                .map_err(|source| AllocError::Backend { op: BackendOp::Record, source })?;
+            let freed = self.edit(cell, trace, |body, ledger| {
+                // Unless a use was recorded meanwhile, or the block was freed.
+                if body.uses_of(id, addr).is_none_or(|now| now.len() != uses.len()) {
+                    return false;
+                }
+                let block = body.forget_uses(id);
+                body.heap.request_free(block, events.len() as u32, ledger);
                 for (stream, event) in uses.iter().zip(events) {
                     queue.push(stream, Pending { event, heap: cell.index, block: id });
                 }
-                Ok(())
-            }
-            Err(source) => {
-                let mut state = cell.state.lock();
-                state.body.heap.blocks[id].state = BlockState::Live;
-                state.body.uses.insert(id, uses);
-                Err(AllocError::Backend { op: BackendOp::Record, source })
+                true
+            });
+            if freed {
+                return Ok(());
             }
         }
     }
@@ -104,17 +123,37 @@ impl<B: Backend> Shared<B> {
     ) -> AllocResult<(), B> {
         let mut state = cell.state.lock();
         let body = &mut state.body;
-        let block = body.heap.blocks.get(id).filter(|block| block.addr == addr);
-        if block.is_none_or(|block| block.state != BlockState::Live) {
-            return Err(AllocError::UnknownAddress { addr });
-        }
+        let block = body.live(id, addr).ok_or(AllocError::UnknownAddress { addr })?;
         if stream.id() == body.heap.stream {
             return Ok(());
         }
-        let uses = body.uses.entry(id).or_default();
+        body.heap.blocks[block].used = true;
+        let uses = body.uses.entry(block).or_default();
         if uses.iter().all(|used| used.id() != stream.id()) {
             uses.push(stream.clone());
         }
         Ok(())
+    }
+}
+
+impl<B: Backend> HeapBody<B> {
+    /// The streams that used a live block, at least one; `None` if it is no such block.
+    fn uses_of(&self, id: BlockId, addr: Addr) -> Option<&SmallVec<[B::Stream; 2]>> {
+        self.uses.get(&self.live(id, addr)?)
+    }
+
+    /// Takes the uses off a block.
+    fn forget_uses(&mut self, id: BlockId) -> BlockIdx {
+        let block = self.heap.blocks.resolve(id).expect("I10: the block was live just now");
+        self.uses.remove(&block);
+        self.heap.blocks[block].used = false;
+        block
+    }
+
+    /// The block that an id names, if it is live and starts at `addr`.
+    fn live(&self, id: BlockId, addr: Addr) -> Option<BlockIdx> {
+        let index = self.heap.blocks.resolve(id)?;
+        let block = &self.heap.blocks[index];
+        (block.state == BlockState::Live && block.addr == addr).then_some(index)
     }
 }

@@ -1,13 +1,13 @@
 //! Obtaining memory from the backend for one request. Runs under the growth lock of the device.
 
 use super::allocate::HandedOut;
-use super::{AllocResult, Device, HeapCell, Shared};
+use super::{AllocResult, Device, HeapCell, Paging, Shared};
 use crate::backend::{Backend, BackendError, ErrorKind, SEGMENT_ALIGN, Segment};
-use crate::block::{BlockId, BlockState};
+use crate::block::{BlockIdx, BlockState};
 use crate::directory::{ADDRESS_END, Owner};
-use crate::error::{AllocError, BackendOp};
+use crate::error::{AddressSpaceLack, AllocError, BackendOp};
 use crate::heap::{PageRun, Request};
-use crate::pager::{Pager, PagerError};
+use crate::pager::{BadRange, Flaw, Pager, PagerError};
 use crate::size_class::{SMALL_SEGMENT_BYTES, SizeClass};
 use crate::trace::TraceBuffer;
 use crate::units::Addr;
@@ -36,26 +36,34 @@ fn unless_pager_out_of_memory<T, E: BackendError>(
 }
 
 impl<B: Backend> Shared<B> {
-    /// One attempt to serve a request with new memory. `None`: neither the limit nor the backend
-    /// allows it now.
+    /// One attempt to serve a request with new memory, or with memory of other places. `waiting`:
+    /// whether other streams may be waited for.
     pub(super) fn grow(
         &self,
         cell: &HeapCell<B>,
         request: &Request,
+        waiting: bool,
         trace: &mut TraceBuffer,
-    ) -> AllocResult<Option<HandedOut>, B> {
+    ) -> AllocResult<Grown<HandedOut>, B> {
+        if let Some(Paging::Handles(store)) = &self.paging
+            && request.expandable
+        {
+            let device = &self.devices[cell.device.index()];
+            let Some(_paging) = device.begin_paging() else { return Ok(Err(Shortage::Memory)) };
+            return self.grow_by_handles(&**store, cell, request, waiting, trace);
+        }
         let device = &self.devices[cell.device.index()];
         let bytes = self.segment_bytes(cell, request);
         let within = |limit| device.reserved().checked_add(bytes).is_some_and(|sum| sum <= limit);
         if !device.limit().is_none_or(within) {
-            return Ok(None);
+            return Ok(Err(Shortage::Memory));
         }
-        match &self.pager {
-            Some(pager) if request.expandable => {
-                self.grow_expandable(&**pager, cell, request, trace)
-            }
-            _ => self.grow_whole(cell, request, bytes, trace),
+        if let Some(paging) = self.paging.as_ref().filter(|_| request.expandable)
+            && let Some(_paging) = device.begin_paging()
+        {
+            return self.grow_expandable(paging.pager(), cell, request, trace);
         }
+        self.grow_whole(cell, request, bytes, trace)
     }
 
     /// What a miss takes from the driver for this request.
@@ -69,10 +77,10 @@ impl<B: Backend> Shared<B> {
         request: &Request,
         bytes: u64,
         trace: &mut TraceBuffer,
-    ) -> AllocResult<Option<HandedOut>, B> {
+    ) -> AllocResult<Grown<HandedOut>, B> {
         let acquired = self.backend.acquire(cell.device, bytes, &cell.stream);
         let Some(segment) = unless_out_of_memory(BackendOp::Acquire, acquired)? else {
-            return Ok(None);
+            return Ok(Err(Shortage::Memory));
         };
         let segment = self.vetted(segment, bytes)?;
         self.account_growth(&self.devices[cell.device.index()], bytes);
@@ -84,28 +92,35 @@ impl<B: Backend> Shared<B> {
             let block = body.heap.adopt_whole(id, base, bytes, request.class, ledger);
             body.hand_out(block, request, ledger)
         });
-        Ok(Some(block))
+        Ok(Ok(block))
     }
 
-    fn account_growth(&self, device: &Device<B>, bytes: u64) {
-        device.reserved.fetch_add(bytes, Ordering::Relaxed);
+    pub(super) fn account_growth(&self, device: &Device<B>, bytes: u64) {
+        let reserved = device.reserved.fetch_add(bytes, Ordering::Relaxed) + bytes;
+        device.reserved_peak.fetch_max(reserved, Ordering::Relaxed);
         device.counters.lock().num_device_alloc += 1;
     }
 
     /// Checks a new segment against the contract. One that must not be used goes back, unless giving
     /// it back could take a live one along.
     fn vetted(&self, segment: B::Segment, bytes: u64) -> AllocResult<B::Segment, B> {
-        let base = segment.base();
-        let why = self.flaw_of_range(base, segment.bytes()).or_else(|| {
-            (segment.bytes() != bytes).then_some("its length is not what was asked for")
-        });
-        let Some(why) = why else { return Ok(segment) };
-        let error = AllocError::BadSegment { base, bytes: segment.bytes(), why };
-        if why != OVERLAP {
+        let (base, actual) = (segment.base(), segment.bytes());
+        let Some(Flaw { why, returnable }) = self.flaw(base, actual, bytes) else {
+            return Ok(segment);
+        };
+        if returnable {
             // Whether this works or not, the caller learns what is wrong with the backend.
             let _ = self.backend.release(segment);
         }
-        Err(error)
+        Err(AllocError::BadSegment { base, bytes: actual, why })
+    }
+
+    /// Why a range that was to have `wanted` bytes cannot be a segment of this allocator, if so.
+    pub(super) fn flaw(&self, base: Addr, bytes: u64, wanted: u64) -> Option<Flaw> {
+        let why = self
+            .flaw_of_range(base, bytes)
+            .or_else(|| (bytes != wanted).then_some("its length is not what was asked for"))?;
+        Some(Flaw { why, returnable: why != OVERLAP })
     }
 
     /// Why a range cannot be a segment of this allocator, if so.
@@ -134,12 +149,15 @@ impl<B: Backend> Shared<B> {
         cell: &HeapCell<B>,
         request: &Request,
         trace: &mut TraceBuffer,
-    ) -> AllocResult<Option<HandedOut>, B> {
+    ) -> AllocResult<Grown<HandedOut>, B> {
         loop {
-            let Some(start) = self.growable(pager, cell, request)? else { return Ok(None) };
+            let start = match self.growable(pager, cell, request)? {
+                Ok(start) => start,
+                Err(shortage) => return Ok(Err(shortage)),
+            };
             match self.fill(pager, cell, request, start, trace)? {
-                Filled::Enough(block) => return Ok(Some(block)),
-                Filled::OutOfMemory => return Ok(None),
+                Filled::Enough(block) => return Ok(Ok(block)),
+                Filled::OutOfMemory => return Ok(Err(Shortage::Memory)),
                 // Another thread took a free block that was part of the plan.
                 Filled::Interrupted => {}
             }
@@ -153,7 +171,7 @@ impl<B: Backend> Shared<B> {
         pager: &dyn Pager<B::Error>,
         cell: &HeapCell<B>,
         request: &Request,
-    ) -> AllocResult<Option<BlockId>, B> {
+    ) -> AllocResult<Grown<BlockIdx>, B> {
         let found = {
             let mut state = cell.state.lock();
             let heap = &mut state.body.heap;
@@ -163,33 +181,43 @@ impl<B: Backend> Shared<B> {
             }
             found
         };
-        if found.is_some() {
-            return Ok(found);
+        if let Some(found) = found {
+            return Ok(Ok(found));
         }
-        let page_bytes = self.page_bytes(request.class);
+        let page_bytes = self.page_bytes(request.class, pager.granularity(cell.device));
         let total = self.devices[cell.device.index()].total;
         let bytes = self.settings.lock().reserve_bytes(total, page_bytes, None);
         if bytes < request.rounded {
-            return Ok(None);
+            let lack = AddressSpaceLack::ReserveTooSmall { bytes };
+            // What the whole device could not hold is no matter of addresses.
+            let fits = request.rounded <= total;
+            return Ok(Err(if fits { Shortage::Addresses(lack) } else { Shortage::Memory }));
         }
-        let reserved = pager.reserve(cell.device, bytes);
-        let Some(base) = unless_pager_out_of_memory(reserved)? else { return Ok(None) };
-        if let Some(why) = self.flaw_of_range(base, bytes) {
-            let _ = pager.unreserve(base);
-            return Err(AllocError::BadSegment { base, bytes, why });
-        }
+        let flaw = |base, actual| self.flaw(base, actual, bytes);
+        let reserved = pager.reserve(cell.device, bytes, &flaw);
+        let base = match unless_pager_out_of_memory(reserved)? {
+            None => {
+                let lack = AddressSpaceLack::Exhausted { bytes };
+                return Ok(Err(Shortage::Addresses(lack)));
+            }
+            Some(Ok(base)) => base,
+            Some(Err(BadRange { base, bytes, why })) => {
+                return Err(AllocError::BadSegment { base, bytes, why });
+            }
+        };
         let mut state = cell.state.lock();
         let heap = &mut state.body.heap;
         let id = heap.segments.next_id();
-        Ok(Some(heap.adopt_reservation(id, base, bytes, request.class, page_bytes)))
+        Ok(Ok(heap.adopt_reservation(id, base, bytes, request.class, page_bytes)))
     }
 
-    /// The page of a new expandable segment (spec §4.1).
-    fn page_bytes(&self, class: SizeClass) -> u64 {
-        match class {
+    /// The page of a new expandable segment (spec §4.1), as a multiple of what the backend can map.
+    fn page_bytes(&self, class: SizeClass, granularity: u64) -> u64 {
+        let bytes = match class {
             SizeClass::Small => SMALL_SEGMENT_BYTES,
             SizeClass::Large => self.settings.lock().large_segment_bytes,
-        }
+        };
+        bytes.next_multiple_of(granularity.next_multiple_of(SEGMENT_ALIGN))
     }
 
     /// Maps pages behind `start` until the request fits, then hands it out (spec §4.6). What a
@@ -199,7 +227,7 @@ impl<B: Backend> Shared<B> {
         pager: &dyn Pager<B::Error>,
         cell: &HeapCell<B>,
         request: &Request,
-        start: BlockId,
+        start: BlockIdx,
         trace: &mut TraceBuffer,
     ) -> AllocResult<Filled, B> {
         let mut held = {
@@ -241,8 +269,8 @@ impl<B: Backend> Shared<B> {
         &self,
         cell: &HeapCell<B>,
         request: &Request,
-        start: BlockId,
-        held: Option<BlockId>,
+        start: BlockIdx,
+        held: Option<BlockIdx>,
     ) -> NextRun {
         let state = cell.state.lock();
         let heap = &state.body.heap;
@@ -279,11 +307,23 @@ impl<B: Backend> Shared<B> {
     }
 }
 
+/// What growth lacked.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Shortage {
+    /// Neither the limit nor the backend allows more memory now.
+    Memory,
+    /// An expandable segment lacked address space.
+    Addresses(AddressSpaceLack),
+}
+
+/// What growth got.
+pub(super) type Grown<T> = Result<T, Shortage>;
+
 const OVERLAP: &str = "it overlaps a segment that is in use, so it was not given back";
 
 enum NextRun {
-    Enough(BlockId),
-    Map(BlockId, PageRun),
+    Enough(BlockIdx),
+    Map(BlockIdx, PageRun),
     Blocked,
 }
 

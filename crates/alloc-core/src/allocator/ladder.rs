@@ -2,6 +2,7 @@
 //! (spec §2.5).
 
 use super::allocate::HandedOut;
+use super::grow::{Grown, Shortage};
 use super::{AllocResult, HeapCell, Op, Shared};
 use crate::backend::Backend;
 use crate::config::Policy;
@@ -40,14 +41,11 @@ impl<B: Backend> Shared<B> {
             // Whoever held the lock may have left a block that fits.
             let found = if waited { self.search(cell, request, &mut op.trace) } else { None };
             match found {
-                Some(block) => Some(block),
+                Some(block) => Ok(block),
                 None => self.climb_locked(cell, request, &mut op.trace, &mut steps)?,
             }
         };
-        match served {
-            Some(block) => Ok(block),
-            None => Err(self.out_of_memory(cell, request, steps, op)),
-        }
+        served.map_err(|shortage| self.out_of_memory(cell, request, shortage, steps, op))
     }
 
     /// The steps that change what the device has reserved.
@@ -57,21 +55,21 @@ impl<B: Backend> Shared<B> {
         request: &Request,
         trace: &mut TraceBuffer,
         steps: &mut Vec<LadderStep>,
-    ) -> AllocResult<Option<HandedOut>, B> {
+    ) -> AllocResult<Grown<HandedOut>, B> {
         if self.collect_garbage(cell, request, trace)? {
             steps.push(LadderStep::GarbageCollection);
         }
         if self.fails_fast(cell, request) {
-            return Ok(None);
+            return Ok(Err(Shortage::Memory));
         }
         steps.push(LadderStep::Grow);
-        if let Some(block) = self.grow(cell, request, trace)? {
-            return Ok(Some(block));
+        if let Ok(block) = self.grow(cell, request, false, trace)? {
+            return Ok(Ok(block));
         }
         if self.release_oversize(cell, request, trace)? {
             steps.push(LadderStep::ReleaseOversize);
-            if let Some(block) = self.grow(cell, request, trace)? {
-                return Ok(Some(block));
+            if let Ok(block) = self.grow(cell, request, false, trace)? {
+                return Ok(Ok(block));
             }
         }
         steps.push(LadderStep::ReleaseCached);
@@ -79,13 +77,16 @@ impl<B: Backend> Shared<B> {
         self.wait_for_events(cell.device, trace)?;
         // PyTorch goes on to give everything back without looking at what just became free; a
         // request can then fail although a block for it is cached.
-        if self.policy == Policy::Ours
-            && let Some(block) = self.search(cell, request, trace)
-        {
-            return Ok(Some(block));
+        if self.policy == Policy::Ours {
+            if let Some(block) = self.search(cell, request, trace) {
+                return Ok(Ok(block));
+            }
+            if let Ok(block) = self.grow(cell, request, true, trace)? {
+                return Ok(Ok(block));
+            }
         }
         self.release_cached(cell.device, trace)?;
-        self.grow(cell, request, trace)
+        self.grow(cell, request, true, trace)
     }
 
     fn search(

@@ -11,6 +11,7 @@ mod free;
 mod grow;
 mod ladder;
 mod oom;
+mod paging;
 mod reclaim;
 mod snapshot;
 
@@ -18,12 +19,14 @@ pub use check::Violation;
 pub use snapshot::{BlockSnapshot, BlockStatus, SegmentSnapshot, Snapshot};
 
 use crate::backend::{Backend, DeviceMemory, MemoryInfo, Stream, VirtualMemory};
-use crate::block::BlockId;
+use crate::block::{BlockId, BlockIdx};
 use crate::config::{Config, Policy, Rules, Settings};
 use crate::directory::Directory;
 use crate::error::{AllocError, BackendOp, FreeError, OomReport};
 use crate::events::EventQueue;
+use crate::handles::{HandleStore, HandleTable};
 use crate::heap::{Heap, Ledger, PoolShared, SegmentId};
+use crate::lock::Lock;
 use crate::pager::{PageStore, Pager};
 use crate::stats::{Counters, DeviceStats, StatTable};
 use crate::table::AppendTable;
@@ -72,14 +75,21 @@ impl Allocation {
     }
 }
 
-/// A heap as the allocator holds it: bookkeeping and backend tokens under one lock.
+/// A heap as the allocator holds it: bookkeeping and backend tokens under one lock. Aligned so that
+/// no two heaps share a cache line, nor a pair of lines that the processor fetches together.
+#[repr(align(128))]
 pub(crate) struct HeapCell<B: Backend> {
     /// Position in the allocator's table.
     index: u32,
     device: DeviceId,
     pool: PoolId,
     stream: B::Stream,
-    state: Mutex<HeapState<B>>,
+    state: Lock<HeapState<B>>,
+    /// An event on the stream, and the heap's clock when it was recorded: once it is reached, what
+    /// was freed before is nobody's any more.
+    mark: Mutex<Option<(u32, B::Event)>>,
+    /// The same for views of handles, with the epoch of their store.
+    view_mark: Mutex<Option<(u64, B::Event)>>,
 }
 
 /// What the lock of a heap guards.
@@ -95,7 +105,7 @@ struct HeapBody<B: Backend> {
     /// Tokens of the segments obtained whole.
     tokens: HashMap<SegmentId, B::Segment>,
     /// Streams other than the heap's own that a live block was used on.
-    uses: HashMap<BlockId, SmallVec<[B::Stream; 2]>>,
+    uses: HashMap<BlockIdx, SmallVec<[B::Stream; 2]>>,
 }
 
 /// What the heaps of one device share.
@@ -105,15 +115,24 @@ struct Device<B: Backend> {
     limit: AtomicU64,
     /// Bytes obtained from the backend. Changes under the growth lock only.
     reserved: AtomicU64,
+    /// Most of them since the last reset of peaks; exact in both modes of [`PeakMode`].
+    reserved_peak: AtomicU64,
+    /// Most bytes that were in use when memory was wanted; policy `ours` grows along it.
+    needed_peak: AtomicU64,
+    /// Handles that changed their home.
+    moved: AtomicU64,
     counters: Mutex<Counters>,
     /// One table for all heaps, where the peak of their sum must be exact.
-    exact: Option<Mutex<StatTable>>,
+    exact: Option<Lock<StatTable>>,
     /// In the order in which flushes walk them: the default pool first, streams by id.
     heaps: RwLock<HeapMap<B>>,
     default_pool: Arc<PoolShared>,
     /// Held by whoever obtains memory from the backend or gives it back. Re-entrant, because a
     /// backend may call the allocator.
     growth: ReentrantMutex<()>,
+    /// Whether the holder of the growth lock is mapping or unmapping pages. A backend that calls the
+    /// allocator from there gets no pages mapped or unmapped.
+    paging: AtomicBool,
     events: EventQueue<B>,
 }
 
@@ -133,6 +152,12 @@ impl<B: Backend> Device<B> {
         self.reserved.load(Ordering::Relaxed)
     }
 
+    /// The right to map and unmap pages, under the growth lock; `None` from within a call of the
+    /// backend that does so already.
+    fn begin_paging(&self) -> Option<PagingTurn<'_>> {
+        (!self.paging.swap(true, Ordering::Relaxed)).then(|| PagingTurn(&self.paging))
+    }
+
     /// The heaps, in flush order.
     fn heaps(&self) -> Vec<Arc<HeapCell<B>>> {
         self.heaps.read().values().cloned().collect()
@@ -146,10 +171,36 @@ impl<B: Backend> Device<B> {
     }
 }
 
+/// See [`Device::begin_paging`].
+struct PagingTurn<'a>(&'a AtomicBool);
+
+impl Drop for PagingTurn<'_> {
+    fn drop(&mut self) {
+        self.0.store(false, Ordering::Relaxed);
+    }
+}
+
 type HeapMap<B> = BTreeMap<(PoolId, StreamId), Arc<HeapCell<B>>>;
 type Callback = Arc<dyn Fn(DeviceId) -> bool + Send + Sync>;
 type Observer = Arc<dyn Fn(&OomReport) + Send + Sync>;
-type PagerOf<B> = Box<dyn Pager<<B as Backend>::Error>>;
+
+/// What backs expandable segments.
+enum Paging<B: Backend> {
+    /// Pages of one size, created when mapped and destroyed when unmapped: policy `pytorch`.
+    Pages(Box<dyn Pager<B::Error>>),
+    /// Handles that change their place: policy `ours`.
+    Handles(Box<dyn HandleStore<B::Error>>),
+}
+
+impl<B: Backend> Paging<B> {
+    fn pager(&self) -> &dyn Pager<B::Error> {
+        match self {
+            Paging::Pages(pager) => &**pager,
+            Paging::Handles(store) => &**store,
+        }
+    }
+}
+
 type AllocResult<T, B> = Result<T, AllocError<<B as Backend>::Error>>;
 
 struct Shared<B: Backend> {
@@ -163,7 +214,7 @@ struct Shared<B: Backend> {
     devices: Vec<Device<B>>,
     heaps: AppendTable<Arc<HeapCell<B>>>,
     directory: Directory,
-    pager: Option<PagerOf<B>>,
+    paging: Option<Paging<B>>,
     /// Asks the backend for its memory figures; not every backend that this type serves has them.
     memory: fn(&B, DeviceId) -> Option<DeviceMemory>,
     tracing: AtomicBool,
@@ -221,12 +272,16 @@ impl<B: Backend + MemoryInfo> CachingAllocator<B> {
         B: VirtualMemory,
     {
         let backend = Arc::new(backend);
-        let pager: PagerOf<B> = Box::new(PageStore::new(Arc::clone(&backend)));
-        Self::build(backend, config, Some(pager))
+        let paging = match config.policy {
+            Policy::Pytorch => Paging::Pages(Box::new(PageStore::new(Arc::clone(&backend)))),
+            Policy::Ours => Paging::Handles(Box::new(HandleTable::new(Arc::clone(&backend)))),
+        };
+        Self::build(backend, config, Some(paging))
     }
 
-    fn build(backend: Arc<B>, config: Config, pager: Option<PagerOf<B>>) -> AllocResult<Self, B> {
-        if config.settings.expandable_segments && pager.is_none() {
+    fn build(backend: Arc<B>, config: Config, paging: Option<Paging<B>>) -> AllocResult<Self, B> {
+        let expandable = config.settings.expandable_segments;
+        if expandable == Some(true) && paging.is_none() {
             return Err(AllocError::NoVirtualMemory);
         }
         let mut devices = Vec::new();
@@ -246,7 +301,7 @@ impl<B: Backend + MemoryInfo> CachingAllocator<B> {
                 devices,
                 heaps: AppendTable::new(),
                 directory: Directory::new(),
-                pager,
+                paging,
                 memory: |backend, device| backend.memory(device).ok(),
                 tracing: AtomicBool::new(false),
                 sink: RwLock::new(None),
@@ -257,26 +312,37 @@ impl<B: Backend + MemoryInfo> CachingAllocator<B> {
     }
 }
 
-/// The limit that a fraction of `total` bytes means; 1 is none (spec §2.13).
-fn limit_of_fraction(fraction: f64, total: u64) -> u64 {
-    if fraction < 1.0 { (fraction * total as f64) as u64 } else { u64::MAX }
+/// The limit that a fraction of `total` bytes means; 1 is none (spec §2.13). PyTorch cuts off, which
+/// can lose a byte of a limit that was turned into a fraction before; the nearest byte is that limit.
+fn limit_of_fraction(policy: Policy, fraction: f64, total: u64) -> u64 {
+    let bytes = fraction * total as f64;
+    match policy {
+        _ if fraction >= 1.0 => u64::MAX,
+        Policy::Pytorch => bytes as u64,
+        Policy::Ours => bytes.round() as u64,
+    }
 }
 
 impl<B: Backend> Device<B> {
     fn new(total: u64, config: &Config) -> Self {
         let exact = match config.peaks {
-            crate::config::PeakMode::Exact => Some(Mutex::new(StatTable::default())),
+            crate::config::PeakMode::Exact => Some(Lock::new(StatTable::default())),
             crate::config::PeakMode::PerHeap => None,
         };
+        let limit = limit_of_fraction(config.policy, config.settings.memory_fraction, total);
         Device {
             total,
-            limit: AtomicU64::new(limit_of_fraction(config.settings.memory_fraction, total)),
+            limit: AtomicU64::new(limit),
             reserved: AtomicU64::new(0),
+            reserved_peak: AtomicU64::new(0),
+            needed_peak: AtomicU64::new(0),
+            moved: AtomicU64::new(0),
             counters: Mutex::new(Counters::default()),
             exact,
             heaps: RwLock::new(BTreeMap::new()),
             default_pool: Arc::new(PoolShared::new(PoolId::DEFAULT, false)),
             growth: ReentrantMutex::new(()),
+            paging: AtomicBool::new(false),
             events: EventQueue::new(config.event_order),
         }
     }
@@ -318,7 +384,8 @@ impl<B: Backend> CachingAllocator<B> {
     ///
     /// # Errors
     /// Hands the allocation back, still valid: [`AllocError::ForeignAllocation`], or
-    /// [`AllocError::Backend`] if an event cannot be recorded.
+    /// [`AllocError::Backend`] if an event cannot be recorded. [`AllocError::UnknownAddress`] if it was
+    /// freed by address before.
     pub fn free(&self, allocation: Allocation) -> Result<(), FreeError<Allocation, B::Error>> {
         self.shared.free(&allocation).map_err(|error| FreeError { allocation, error })
     }
@@ -327,8 +394,10 @@ impl<B: Backend> CachingAllocator<B> {
     /// not reused before that work is done. The block's own stream is ignored.
     ///
     /// # Errors
-    /// [`AllocError::ForeignAllocation`].
+    /// [`AllocError::ForeignAllocation`]; [`AllocError::UnknownAddress`] if it was freed by address;
+    /// [`AllocError::NoSuchDevice`] if the stream's device is not the backend's.
     pub fn record_stream(&self, allocation: &Allocation, stream: &B::Stream) -> AllocResult<(), B> {
+        self.shared.device(stream.device())?;
         self.shared.record_stream(allocation, stream)
     }
 
@@ -355,8 +424,10 @@ impl<B: Backend> CachingAllocator<B> {
     /// [`record_stream`](Self::record_stream) by address. [`Addr::NULL`] is nothing.
     ///
     /// # Errors
-    /// [`AllocError::UnknownAddress`] unless a block that is handed out starts at `addr`.
+    /// [`AllocError::UnknownAddress`] unless a block that is handed out starts at `addr`;
+    /// [`AllocError::NoSuchDevice`] if the stream's device is not the backend's.
     pub fn record_stream_raw(&self, addr: Addr, stream: &B::Stream) -> AllocResult<(), B> {
+        self.shared.device(stream.device())?;
         if addr.is_null() {
             return Ok(());
         }
@@ -380,10 +451,12 @@ impl<B: Backend> CachingAllocator<B> {
     /// # Errors
     /// [`AllocError::NoSuchDevice`].
     pub fn stats(&self, device: DeviceId) -> AllocResult<DeviceStats, B> {
-        let counters = *self.shared.device(device)?.counters.lock();
+        let shared = self.shared.device(device)?;
+        let mut table = self.shared.stat_table(device);
+        table.set_reserved_peak(shared.reserved_peak.load(Ordering::Relaxed));
         Ok(DeviceStats {
-            table: self.shared.stat_table(device),
-            counters,
+            table,
+            counters: *shared.counters.lock(),
             max_split_size: self.shared.max_split_at_start.map_or(-1, |bytes| bytes as i64),
         })
     }
@@ -393,7 +466,8 @@ impl<B: Backend> CachingAllocator<B> {
     /// # Errors
     /// [`AllocError::NoSuchDevice`].
     pub fn reset_peak_stats(&self, device: DeviceId) -> AllocResult<(), B> {
-        self.shared.device(device)?;
+        let shared = self.shared.device(device)?;
+        shared.reserved_peak.store(shared.reserved(), Ordering::Relaxed);
         self.shared.each_stat_table(device, StatTable::reset_peak);
         Ok(())
     }
@@ -433,7 +507,7 @@ impl<B: Backend> CachingAllocator<B> {
             });
         }
         let total = self.shared.device(device)?.total;
-        let limit = limit_of_fraction(fraction, total);
+        let limit = limit_of_fraction(self.policy(), fraction, total);
         self.set_memory_limit(device, (limit != u64::MAX).then_some(limit))
     }
 
@@ -457,7 +531,7 @@ impl<B: Backend> CachingAllocator<B> {
     /// # Errors
     /// [`AllocError::NoVirtualMemory`] if expandable segments are asked for and cannot be had.
     pub fn set_settings(&self, settings: Settings) -> AllocResult<(), B> {
-        if settings.expandable_segments && self.shared.pager.is_none() {
+        if settings.expandable_segments == Some(true) && self.shared.paging.is_none() {
             return Err(AllocError::NoVirtualMemory);
         }
         *self.shared.settings.lock() = settings;
@@ -465,12 +539,17 @@ impl<B: Backend> CachingAllocator<B> {
         Ok(())
     }
 
+    /// Whether requests use and grow expandable segments now.
+    pub fn expandable_segments(&self) -> bool {
+        self.shared.rules(&self.shared.settings.lock(), false).expandable
+    }
+
     /// Turns expandable segments on or off for later requests (spec §4.9).
     ///
     /// # Errors
     /// [`AllocError::NoVirtualMemory`].
     pub fn set_expandable_segments(&self, on: bool) -> AllocResult<(), B> {
-        self.set_settings(Settings { expandable_segments: on, ..self.settings() })
+        self.set_settings(Settings { expandable_segments: Some(on), ..self.settings() })
     }
 
     /// Sends every action from now on to `sink`, or to nobody.
@@ -562,7 +641,14 @@ impl<B: Backend> StreamHandle<B> {
     /// # Errors
     /// As there.
     pub fn free(&self, allocation: Allocation) -> Result<(), FreeError<Allocation, B::Error>> {
-        self.shared.free(&allocation).map_err(|error| FreeError { allocation, error })
+        let result = match allocation.block {
+            // No need to look the heap up.
+            Some(block) if allocation.heap == self.cell.index => {
+                self.shared.free_here(&self.cell, block, &allocation)
+            }
+            _ => self.shared.free(&allocation),
+        };
+        result.map_err(|error| FreeError { allocation, error })
     }
 }
 
@@ -583,10 +669,15 @@ impl<B: Backend> Shared<B> {
         Op { shared: self, trace: TraceBuffer::new(self.tracing.load(Ordering::Relaxed)) }
     }
 
+    #[inline]
     fn deliver(&self, trace: &mut TraceBuffer) {
-        if trace.is_empty() {
-            return;
+        if !trace.is_empty() {
+            self.deliver_entries(trace);
         }
+    }
+
+    #[cold]
+    fn deliver_entries(&self, trace: &mut TraceBuffer) {
         let sink = self.sink.read().clone();
         if let Some(sink) = sink {
             trace.deliver(&*sink);
@@ -618,13 +709,15 @@ impl<B: Backend> Shared<B> {
     fn new_heap(&self, index: u32, stream: &B::Stream, pool: Arc<PoolShared>) -> HeapCell<B> {
         let device = stream.device();
         let limited = self.devices[device.index()].limit().is_some();
-        let rules = Rules::new(self.policy, &self.settings.lock(), limited);
+        let rules = self.rules(&self.settings.lock(), limited);
         HeapCell {
             index,
             device,
             pool: pool.id,
             stream: stream.clone(),
-            state: Mutex::new(HeapState {
+            mark: Mutex::new(None),
+            view_mark: Mutex::new(None),
+            state: Lock::new(HeapState {
                 body: HeapBody {
                     heap: Heap::new(device, stream.id(), pool, rules),
                     tokens: HashMap::new(),
@@ -635,12 +728,16 @@ impl<B: Backend> Shared<B> {
         }
     }
 
+    fn rules(&self, settings: &Settings, limited: bool) -> Rules {
+        Rules::new(self.policy, settings, limited, self.paging.is_some())
+    }
+
     /// Gives every heap the rules that follow from settings and limits.
     fn renew_rules(&self) {
         let settings = self.settings.lock().clone();
         for cell in self.heaps.iter() {
             let limited = self.devices[cell.device.index()].limit().is_some();
-            cell.state.lock().body.heap.rules = Rules::new(self.policy, &settings, limited);
+            cell.state.lock().body.heap.rules = self.rules(&settings, limited);
         }
     }
 
@@ -685,14 +782,16 @@ impl<B: Backend> Shared<B> {
         if addr < segment.base || addr - segment.base >= segment.bytes {
             return None;
         }
-        Some((cell, segment.live_at(addr)?))
+        let block = segment.live_near(addr)?;
+        let blocks = &state.body.heap.blocks;
+        (blocks[block].addr == addr).then(|| (cell, blocks.id(block)))
     }
 
     fn locate(&self, addr: Addr) -> Option<Located> {
         let (cell, id) = self.find_live(addr)?;
         let state = cell.state.lock();
         let heap = &state.body.heap;
-        let block = heap.blocks.get(id)?;
+        let block = &heap.blocks[heap.blocks.resolve(id)?];
         Some(Located {
             device: cell.device,
             pool: cell.pool,

@@ -1,5 +1,6 @@
 //! The end of the ladder: counting, reporting and telling observers.
 
+use super::grow::Shortage;
 use super::{HeapCell, Op, Shared};
 use crate::backend::{Backend, Stream};
 use crate::block::BlockState;
@@ -14,6 +15,7 @@ impl<B: Backend> Shared<B> {
         &self,
         cell: &HeapCell<B>,
         request: &Request,
+        shortage: Shortage,
         steps: Vec<LadderStep>,
         op: &mut Op<'_, B>,
     ) -> AllocError<B::Error> {
@@ -31,10 +33,14 @@ impl<B: Backend> Shared<B> {
             reserved: device.reserved(),
             device_free: memory.map(|memory| memory.free),
             device_total: memory.map(|memory| memory.total),
+            address_space: match shortage {
+                Shortage::Memory => None,
+                Shortage::Addresses(lack) => Some(lack),
+            },
             steps,
             heaps: device.heaps().iter().filter_map(|cell| report_of(cell)).collect(),
         };
-        op.trace.push(TraceEntry {
+        op.trace.push(|| TraceEntry {
             action: TraceAction::Oom,
             device: cell.device,
             addr: Addr::new(report.device_free.unwrap_or(0)),
@@ -74,7 +80,7 @@ fn report_of<B: Backend>(cell: &HeapCell<B>) -> Option<HeapReport> {
                 report.cached += block.bytes;
                 report.largest_free = report.largest_free.max(block.bytes);
             }
-            BlockState::Unmapped => {}
+            BlockState::Unmapped | BlockState::Vacant => {}
         }
     }
     Some(report)
@@ -91,7 +97,7 @@ pub(super) fn reserved_bytes(heap: &Heap) -> u64 {
     let mapped: u64 = heap
         .blocks
         .iter()
-        .filter(|(_, block)| heap.is_expandable(block) && block.state != BlockState::Unmapped)
+        .filter(|(_, block)| block.expandable && block.state != BlockState::Unmapped)
         .map(|(_, block)| block.bytes)
         .sum();
     whole + mapped

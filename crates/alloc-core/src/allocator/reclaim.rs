@@ -1,12 +1,13 @@
 //! Giving cached memory back to the backend. Runs under the growth lock of the device.
 
 use super::{AllocResult, HeapCell, Shared};
-use crate::backend::{Backend, Refused, Segment};
-use crate::block::{Block, BlockId, BlockState};
+use crate::backend::{Backend, Refused, Segment, Stream};
+use crate::block::{Block, BlockId, BlockIdx, BlockState};
 use crate::config::Policy;
 use crate::directory::Owner;
 use crate::error::{AllocError, BackendOp};
-use crate::heap::{PageRun, Request};
+use crate::free_index::FreeKey;
+use crate::heap::{Heap, PageRun, Request};
 use crate::pager::Pager;
 use crate::size_class::SizeClass;
 use crate::trace::TraceBuffer;
@@ -17,9 +18,10 @@ use std::sync::atomic::Ordering;
 /// A free block seen under a heap lock that has been given back since.
 struct Candidate<B: Backend> {
     cell: Arc<HeapCell<B>>,
+    index: BlockIdx,
+    /// Names the block as it was seen.
     id: BlockId,
-    addr: Addr,
-    bytes: u64,
+    key: FreeKey,
     /// Searches of its pool since it became free.
     age: u64,
     split: bool,
@@ -47,13 +49,11 @@ impl<B: Backend> Shared<B> {
         let device = &self.devices[device.index()];
         device.counters.lock().num_sync_all_streams += 1;
         for stream in device.events.streams() {
-            while let Some(head) = device.events.take_head(stream) {
-                if let Err(source) = self.backend.wait(&head.event) {
-                    device.events.put_back(stream, head);
+            while let Some(head) = device.events.wait_for_head(stream) {
+                if let Err(source) = self.backend.wait(&head.entry().event) {
                     return Err(AllocError::Backend { op: BackendOp::Wait, source });
                 }
-                device.events.finish_head(stream);
-                self.settle(head.heap, head.block, trace);
+                self.settle(head, trace);
             }
         }
         Ok(())
@@ -66,6 +66,11 @@ impl<B: Backend> Shared<B> {
         device: DeviceId,
         trace: &mut TraceBuffer,
     ) -> AllocResult<(), B> {
+        if let Some(paging) = &self.paging
+            && let Some(_paging) = self.devices[device.index()].begin_paging()
+        {
+            paging.pager().tidy(device);
+        }
         for class in [SizeClass::Large, SizeClass::Small] {
             self.release_class(device, PoolId::DEFAULT, class, trace)?;
         }
@@ -83,9 +88,10 @@ impl<B: Backend> Shared<B> {
         for block in free.iter().filter(|block| !block.expandable && !block.split) {
             self.release_whole(block, trace)?;
         }
-        let Some(pager) = &self.pager else { return Ok(()) };
+        let Some(paging) = &self.paging else { return Ok(()) };
+        let Some(_paging) = self.devices[device.index()].begin_paging() else { return Ok(()) };
         for block in free.iter().filter(|block| block.expandable) {
-            self.release_pages(&**pager, block, trace)?;
+            self.release_pages(paging.pager(), block, trace)?;
         }
         Ok(())
     }
@@ -97,16 +103,16 @@ impl<B: Backend> Shared<B> {
             let state = cell.state.lock();
             let heap = &state.body.heap;
             let searches = heap.pool.searches(class);
-            for (_, id) in heap.classes[class.index()].free.iter() {
-                let block = &heap.blocks[id];
+            for (_, index) in heap.classes[class.index()].free.iter() {
+                let block = &heap.blocks[index];
                 found.push(Candidate {
                     cell: Arc::clone(&cell),
-                    id,
-                    addr: block.addr,
-                    bytes: block.bytes,
+                    index,
+                    id: heap.blocks.id(index),
+                    key: block.key(),
                     age: searches - block.free_since,
                     split: block.is_split(),
-                    expandable: heap.is_expandable(block),
+                    expandable: block.expandable,
                 });
             }
         }
@@ -123,16 +129,16 @@ impl<B: Backend> Shared<B> {
             Ok(()) => {
                 device.reserved.fetch_sub(bytes, Ordering::Relaxed);
                 device.counters.lock().num_device_free += 1;
-                self.edit(cell, trace, |body, ledger| body.heap.forget_whole(block.id, ledger));
+                self.edit(cell, trace, |body, ledger| body.heap.forget_whole(block.index, ledger));
                 Ok(bytes)
             }
             Err(Refused { value, error }) => {
                 let mut state = cell.state.lock();
-                let segment = state.body.heap.blocks[block.id].segment;
+                let segment = state.body.heap.blocks[block.index].segment;
                 let owner = Owner { heap: cell.index, segment };
                 self.directory.register(base, bytes, owner);
                 state.body.tokens.insert(segment, value);
-                state.body.heap.restore_free(block.id);
+                state.body.heap.restore_free(block.index);
                 Err(AllocError::Backend { op: BackendOp::Release, source: error })
             }
         }
@@ -143,13 +149,10 @@ impl<B: Backend> Shared<B> {
     fn take_segment(&self, block: &Candidate<B>) -> Option<B::Segment> {
         let mut state = block.cell.state.lock();
         let body = &mut state.body;
-        let current = body.heap.blocks.get(block.id)?;
-        if !is_unchanged(current, block) || current.is_split() {
-            return None;
-        }
+        let current = unchanged(&body.heap, block).filter(|current| !current.is_split())?;
         let segment = current.segment;
         let token = body.tokens.remove(&segment)?;
-        body.heap.remove_free(block.id);
+        body.heap.remove_free(block.index);
         self.directory.unregister(token.base(), token.bytes());
         Some(token)
     }
@@ -163,10 +166,10 @@ impl<B: Backend> Shared<B> {
         trace: &mut TraceBuffer,
     ) -> AllocResult<(), B> {
         let cell = &*block.cell;
-        let Some((run, base)) = self.take_pages(block) else { return Ok(()) };
+        let Some((run, base)) = self.take_pages(pager, block) else { return Ok(()) };
         if let Err(error) = self.synchronize(&cell.stream) {
             self.directory_register(cell, &run, run.bytes);
-            cell.state.lock().body.heap.restore_free(block.id);
+            cell.state.lock().body.heap.restore_free(block.index);
             return Err(error);
         }
         let unmapped = pager.unmap(base, run.addr, run.bytes);
@@ -179,7 +182,7 @@ impl<B: Backend> Shared<B> {
             self.directory_register(cell, &rest, rest.bytes);
         }
         if unmapped.bytes == 0 {
-            cell.state.lock().body.heap.restore_free(block.id);
+            cell.state.lock().body.heap.restore_free(block.index);
         } else {
             self.book_unmapped(pager, block, PageRun { bytes: unmapped.bytes, ..run }, trace)?;
         }
@@ -195,16 +198,21 @@ impl<B: Backend> Shared<B> {
     }
 
     /// Takes a cached block with whole pages in it out of the free index.
-    fn take_pages(&self, block: &Candidate<B>) -> Option<(PageRun, Addr)> {
+    fn take_pages(
+        &self,
+        pager: &dyn Pager<B::Error>,
+        block: &Candidate<B>,
+    ) -> Option<(PageRun, Addr)> {
         let mut state = block.cell.state.lock();
         let heap = &mut state.body.heap;
-        if !is_unchanged(heap.blocks.get(block.id)?, block) {
-            return None;
-        }
-        let run = heap.plan_unmap(block.id)?;
-        heap.remove_free(block.id);
+        unchanged(heap, block)?;
+        let run = heap.plan_unmap(block.index)?;
+        let base = heap.segments[run.segment].base;
+        let (addr, bytes) = pager.whole_pages(base, run.addr, run.bytes)?;
+        let run = PageRun { addr, bytes, ..run };
+        heap.remove_free(block.index);
         self.directory.unregister(run.addr, run.bytes);
-        Some((run, heap.segments[run.segment].base))
+        Some((run, base))
     }
 
     fn book_unmapped(
@@ -219,7 +227,7 @@ impl<B: Backend> Shared<B> {
         device.reserved.fetch_sub(run.bytes, Ordering::Relaxed);
         device.counters.lock().num_device_free += 1;
         let (hole, empty) = self.edit(cell, trace, |body, ledger| {
-            let hole = body.heap.commit_unmap(block.id, &run, ledger);
+            let hole = body.heap.commit_unmap(block.index, &run, ledger);
             (hole, !body.heap.blocks[hole].is_split())
         });
         if !empty {
@@ -263,12 +271,12 @@ impl<B: Backend> Shared<B> {
             .into_iter()
             .filter(|block| block.cell.index == cell.index)
             .collect();
-        let enough = free.partition_point(|block| block.bytes < wanted);
+        let enough = free.partition_point(|block| block.key.bytes < wanted);
         if let Some(block) = free.get(enough).filter(|block| !block.expandable) {
             return Ok(self.release_whole(block, trace)? > 0);
         }
         let mut freed = 0;
-        let several = free[..enough].iter().rev().take_while(|block| block.bytes >= max_split);
+        let several = free[..enough].iter().rev().take_while(|block| block.key.bytes >= max_split);
         for block in several.filter(|block| !block.expandable && !block.split) {
             if freed >= wanted {
                 break;
@@ -333,21 +341,22 @@ impl<B: Backend> Shared<B> {
     }
 }
 
-/// Whether a block is as it was when it was listed.
-fn is_unchanged<B: Backend>(current: &Block, seen: &Candidate<B>) -> bool {
-    current.state == BlockState::Free && current.addr == seen.addr && current.bytes == seen.bytes
+/// The listed block, if it is still as it was.
+fn unchanged<'a, B: Backend>(heap: &'a Heap, seen: &Candidate<B>) -> Option<&'a Block> {
+    let block = &heap.blocks[heap.blocks.resolve(seen.id)?];
+    let same = block.state == BlockState::Free && block.key() == seen.key;
+    same.then_some(block)
 }
 
 impl<B: Backend> Drop for Shared<B> {
-    /// Best effort and quiet: a backend that is gone has taken everything with it.
+    /// Best effort and quiet: a backend that is gone has taken everything with it. Memory under work
+    /// that cannot be waited for is left with the backend, not taken from under it.
     fn drop(&mut self) {
-        let mut trace = TraceBuffer::new(false);
-        for index in 0..self.devices.len() {
-            let _ = self.wait_for_events(DeviceId::new(index as u16), &mut trace);
+        if !self.wait_for_all_work() {
+            std::mem::forget(self.paging.take());
+            return;
         }
         for cell in self.heaps.iter() {
-            // What is still allocated may be in use by work on its own stream.
-            let _ = self.synchronize(&cell.stream);
             let tokens = std::mem::take(&mut cell.state.lock().body.tokens);
             let mut tokens: Vec<_> = tokens.into_values().collect();
             tokens.sort_by_key(Segment::base);
@@ -355,5 +364,31 @@ impl<B: Backend> Drop for Shared<B> {
                 let _ = self.backend.release(token);
             }
         }
+    }
+}
+
+impl<B: Backend> Shared<B> {
+    /// Waits for all work that may use any block: what is pending, what runs on the streams of
+    /// the heaps, what was recorded for blocks that are still live. Returns whether none is left.
+    fn wait_for_all_work(&self) -> bool {
+        let mut done = true;
+        let mut note = |result: AllocResult<(), B>| {
+            done &= result.map_or_else(|error| error.is_device_lost(), |()| true);
+        };
+        for index in 0..self.devices.len() {
+            let device = DeviceId::new(index as u16);
+            note(self.wait_for_events(device, &mut TraceBuffer::new(false)));
+        }
+        for cell in self.heaps.iter() {
+            note(self.synchronize(&cell.stream));
+            let uses = std::mem::take(&mut cell.state.lock().body.uses);
+            let mut used: Vec<_> = uses.into_values().flatten().collect();
+            used.sort_by_key(Stream::id);
+            used.dedup_by_key(|stream| stream.id());
+            for stream in used {
+                note(self.synchronize(&stream));
+            }
+        }
+        done
     }
 }

@@ -101,7 +101,7 @@ impl<B: Backend> CachingAllocator<B> {
         let mut segments: Vec<_> = cells.iter().flat_map(|cell| segments_of(cell)).collect();
         segments.sort_by_key(|segment| segment.addr);
         let active = self.shared.stat_table(device).get(Gauge::ActiveBytes).all.current;
-        op.trace.push(TraceEntry {
+        op.trace.push(|| TraceEntry {
             action: TraceAction::Snapshot,
             device: DeviceId::new(0),
             addr: Addr::NULL,
@@ -162,7 +162,7 @@ fn block_snapshot(block: &Block) -> Option<BlockSnapshot> {
         BlockState::Live | BlockState::Held => (BlockStatus::Allocated, block.requested),
         BlockState::Draining { .. } => (BlockStatus::PendingFree, block.requested),
         BlockState::Free => (BlockStatus::Inactive, 0),
-        BlockState::Unmapped => return None,
+        BlockState::Unmapped | BlockState::Vacant => return None,
     };
     Some(BlockSnapshot { addr: block.addr, bytes: block.bytes, requested, status })
 }

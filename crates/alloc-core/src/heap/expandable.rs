@@ -5,7 +5,7 @@
 //! backend maps or unmaps; mapped blocks in a plan are `Held`.
 
 use super::{Heap, Ledger, SegmentId, SegmentKind};
-use crate::block::{Block, BlockId, BlockState};
+use crate::block::{Block, BlockIdx, BlockState};
 use crate::size_class::SizeClass;
 use crate::stats::Gauge;
 use crate::trace::TraceAction;
@@ -29,7 +29,7 @@ impl Heap {
         bytes: u64,
         class: SizeClass,
         page_bytes: u64,
-    ) -> BlockId {
+    ) -> BlockIdx {
         let kind = SegmentKind::Expandable { page_bytes };
         let hole = self.adopt(id, base, bytes, class, kind, BlockState::Unmapped);
         self.classes[class.index()].unmapped.insert(base, hole);
@@ -38,7 +38,7 @@ impl Heap {
 
     /// The lowest hole that, together with free memory around it, has room for `bytes`; or the free
     /// block right below it, where that counts too (spec §4.4).
-    pub(crate) fn find_growable(&self, class: SizeClass, bytes: u64) -> Option<BlockId> {
+    pub(crate) fn find_growable(&self, class: SizeClass, bytes: u64) -> Option<BlockIdx> {
         self.classes[class.index()].unmapped.values().find_map(|hole| {
             let start = self.blocks[*hole].prev.filter(|prev| self.is_growable(*prev));
             let start = start.unwrap_or(*hole);
@@ -46,12 +46,12 @@ impl Heap {
         })
     }
 
-    fn is_growable(&self, id: BlockId) -> bool {
+    fn is_growable(&self, id: BlockIdx) -> bool {
         matches!(self.blocks[id].state, BlockState::Free | BlockState::Unmapped)
     }
 
     /// Bytes from `start` on that are free or unmapped without a gap.
-    fn growable_run(&self, start: BlockId) -> u64 {
+    fn growable_run(&self, start: BlockIdx) -> u64 {
         let mut bytes = 0;
         let mut cursor = Some(start);
         while let Some(id) = cursor.filter(|id| self.is_growable(*id)) {
@@ -62,7 +62,7 @@ impl Heap {
     }
 
     /// The pages to map so that the hole starts with at least `wanted` backed bytes, or all of it.
-    pub(crate) fn plan_map(&self, hole: BlockId, wanted: u64) -> PageRun {
+    pub(crate) fn plan_map(&self, hole: BlockIdx, wanted: u64) -> PageRun {
         let block = &self.blocks[hole];
         debug_assert_eq!(block.state, BlockState::Unmapped);
         let page_bytes = self.page_bytes(block);
@@ -83,11 +83,11 @@ impl Heap {
     /// Returns the joined block, `Held`.
     pub(crate) fn commit_map(
         &mut self,
-        hole: BlockId,
+        hole: BlockIdx,
         run: &PageRun,
-        held: Option<BlockId>,
+        held: Option<BlockIdx>,
         ledger: &mut Ledger<'_>,
-    ) -> BlockId {
+    ) -> BlockIdx {
         let class = self.blocks[hole].class;
         self.classes[class.index()].unmapped.remove(&run.addr);
         if self.blocks[hole].bytes > run.bytes {
@@ -97,6 +97,8 @@ impl Heap {
             self.classes[class.index()].unmapped.insert(addr, rest);
         }
         self.blocks[hole].state = BlockState::Held;
+        let segment = &mut self.segments[run.segment];
+        segment.prepare(run.addr - segment.base + run.bytes);
         ledger.stats.increase(Gauge::ReservedBytes, class, run.bytes);
         self.trace(ledger, TraceAction::SegmentMap, run.addr, run.bytes);
         let mut joined = hole;
@@ -112,12 +114,12 @@ impl Heap {
     }
 
     /// Puts a block back that growth took or made but could not finish.
-    pub(crate) fn abandon_growth(&mut self, held: BlockId) {
+    pub(crate) fn abandon_growth(&mut self, held: BlockIdx) {
         self.merge_and_insert(held);
     }
 
     /// The whole pages inside a free block of an expandable segment, or `None` if there are none.
-    pub(crate) fn plan_unmap(&self, id: BlockId) -> Option<PageRun> {
+    pub(crate) fn plan_unmap(&self, id: BlockIdx) -> Option<PageRun> {
         let block = &self.blocks[id];
         let page_bytes = self.page_bytes(block);
         let base = self.segments[block.segment].base;
@@ -135,27 +137,28 @@ impl Heap {
     /// the hole joins the holes around it (spec §4.7). Returns the hole.
     pub(crate) fn commit_unmap(
         &mut self,
-        id: BlockId,
+        id: BlockIdx,
         run: &PageRun,
         ledger: &mut Ledger<'_>,
-    ) -> BlockId {
+    ) -> BlockIdx {
         let class = self.blocks[id].class;
         ledger.stats.decrease(Gauge::ReservedBytes, class, run.bytes);
         self.trace(ledger, TraceAction::SegmentUnmap, run.addr, run.bytes);
         let mut middle = id;
         if self.blocks[id].addr < run.addr {
             middle = self.split(id, run.addr - self.blocks[id].addr);
-            self.insert_free(id);
+            // Neighbours may have become free while the block was held.
+            self.merge_and_insert(id);
         }
         if self.blocks[middle].bytes > run.bytes {
             let tail = self.split(middle, run.bytes);
-            self.insert_free(tail);
+            self.merge_and_insert(tail);
         }
         self.join_holes(middle)
     }
 
     /// `Held` → `Unmapped`, joined with the holes around it.
-    fn join_holes(&mut self, id: BlockId) -> BlockId {
+    fn join_holes(&mut self, id: BlockIdx) -> BlockIdx {
         let class = self.blocks[id].class.index();
         self.blocks[id].state = BlockState::Unmapped;
         let mut joined = id;
@@ -172,16 +175,16 @@ impl Heap {
         joined
     }
 
-    fn hole_neighbour(&self, neighbour: Option<BlockId>) -> Option<BlockId> {
+    fn hole_neighbour(&self, neighbour: Option<BlockIdx>) -> Option<BlockIdx> {
         neighbour.filter(|id| self.blocks[*id].state == BlockState::Unmapped)
     }
 
     /// Forgets a reservation that is one hole. The caller gives the address space back.
-    pub(crate) fn forget_reservation(&mut self, hole: BlockId) -> SegmentId {
-        let block = self.blocks.remove(hole);
+    pub(crate) fn forget_reservation(&mut self, hole: BlockIdx) {
+        let block = &self.blocks[hole];
         debug_assert!(!block.is_split() && block.state == BlockState::Unmapped);
         self.classes[block.class.index()].unmapped.remove(&block.addr);
         self.segments.remove(block.segment);
-        block.segment
+        self.blocks.remove(hole);
     }
 }

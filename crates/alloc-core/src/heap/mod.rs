@@ -5,12 +5,14 @@
 //! `Live` → (`Draining` →) `Free`.
 
 mod expandable;
+mod moving;
 mod segment;
 
 pub(crate) use expandable::PageRun;
+pub(crate) use moving::HoleSpan;
 pub(crate) use segment::{SegmentId, SegmentInfo, SegmentKind, SegmentTable};
 
-use crate::block::{Block, BlockId, BlockSlab, BlockState};
+use crate::block::{Block, BlockIdx, BlockSlab, BlockState};
 use crate::config::Rules;
 use crate::free_index::{FreeIndex, FreeKey};
 use crate::size_class::{BLOCK_BYTES_MIN, SMALL_BYTES_MAX, SizeClass};
@@ -57,7 +59,7 @@ pub(crate) struct Ledger<'a> {
 pub(crate) struct ClassIndex {
     pub(crate) free: FreeIndex,
     /// Unmapped blocks of expandable segments, by address.
-    pub(crate) unmapped: BTreeMap<Addr, BlockId>,
+    pub(crate) unmapped: BTreeMap<Addr, BlockIdx>,
 }
 
 /// One request on its way through the allocator.
@@ -82,6 +84,8 @@ pub(crate) struct Heap {
     pub(crate) blocks: BlockSlab,
     pub(crate) classes: [ClassIndex; 2],
     pub(crate) segments: SegmentTable,
+    /// Frees so far, wrapping: how long ago memory became free is told by it.
+    pub(crate) clock: u32,
 }
 
 impl Heap {
@@ -99,15 +103,13 @@ impl Heap {
             blocks: BlockSlab::default(),
             classes: Default::default(),
             segments: SegmentTable::default(),
+            clock: 0,
         }
     }
 
-    pub(crate) fn is_expandable(&self, block: &Block) -> bool {
-        self.segments[block.segment].is_expandable()
-    }
-
     /// Best fit for `request`, taken out of the free index and `Held` (spec §2.6).
-    pub(crate) fn take_best_fit(&mut self, request: &Request) -> Option<BlockId> {
+    #[inline]
+    pub(crate) fn take_best_fit(&mut self, request: &Request) -> Option<BlockIdx> {
         if self.rules.counts_searches {
             self.pool.count_search(request.class);
         }
@@ -120,17 +122,18 @@ impl Heap {
         Some(id)
     }
 
-    fn candidate(&self, request: &Request) -> Option<(FreeKey, BlockId)> {
+    #[inline]
+    fn candidate(&self, request: &Request) -> Option<(FreeKey, BlockIdx)> {
         let free = &self.classes[request.class.index()].free;
         let mut found = free.best_fit(request.rounded)?;
         if !request.expandable {
-            while self.is_expandable(&self.blocks[found.1]) {
+            while self.blocks[found.1].expandable {
                 found = free.after(found.0)?;
             }
             return Some(found);
         }
         // Prefer the block with the least room to grow behind it; the walk is PyTorch's.
-        while self.is_expandable(&self.blocks[found.1]) {
+        while self.blocks[found.1].expandable {
             match free.after(found.0) {
                 Some(next) if self.growable_bytes(next.1) < self.growable_bytes(found.1) => {
                     found = next;
@@ -142,7 +145,7 @@ impl Heap {
     }
 
     /// The bytes of a free block and of the hole behind it.
-    fn growable_bytes(&self, id: BlockId) -> u64 {
+    fn growable_bytes(&self, id: BlockIdx) -> u64 {
         let block = &self.blocks[id];
         let hole = block.next.map(|next| &self.blocks[next]);
         let hole = hole.filter(|next| next.state == BlockState::Unmapped);
@@ -150,9 +153,10 @@ impl Heap {
     }
 
     /// The rules that keep oversize blocks whole (spec §2.6, rule 4).
+    #[inline]
     fn refuses_oversize(&self, block: &Block, request: &Request) -> bool {
         let Some(max_split) = self.rules.max_split_bytes else { return false };
-        let expandable = self.is_expandable(block);
+        let expandable = block.expandable;
         if expandable && !self.rules.oversize_covers_expandable {
             return false;
         }
@@ -162,6 +166,7 @@ impl Heap {
         !expandable && block.bytes >= request.rounded + self.rules.max_non_split_rounding_bytes
     }
 
+    #[inline]
     fn should_split(&self, block: &Block, request: &Request) -> bool {
         if self.pool.no_split {
             return false;
@@ -175,11 +180,12 @@ impl Heap {
     }
 
     /// Makes a `Held` block that is large enough `Live`, giving back what is over (spec §2.14).
-    pub(crate) fn hand_out(&mut self, id: BlockId, request: &Request, ledger: &mut Ledger<'_>) {
+    #[inline]
+    pub(crate) fn hand_out(&mut self, id: BlockIdx, request: &Request, ledger: &mut Ledger<'_>) {
         let block = &self.blocks[id];
         let class = request.class;
         let was_split = block.is_split();
-        let counts_split = !self.is_expandable(block);
+        let counts_split = !block.expandable;
         if self.should_split(block, request) {
             let rest = self.split(id, request.rounded);
             let rest_bytes = self.blocks[rest].bytes;
@@ -211,20 +217,16 @@ impl Heap {
     }
 
     /// Cuts a block after its first `bytes`; it keeps those. Returns the rest, which is `Held`.
-    fn split(&mut self, id: BlockId, bytes: u64) -> BlockId {
+    #[inline]
+    fn split(&mut self, id: BlockIdx, bytes: u64) -> BlockIdx {
         let block = &self.blocks[id];
-        let rest = Block {
-            addr: block.addr + bytes,
-            bytes: block.bytes - bytes,
-            requested: 0,
-            state: BlockState::Held,
-            class: block.class,
-            segment: block.segment,
-            prev: Some(id),
-            next: block.next,
-            free_since: 0,
-        };
-        let after = block.next;
+        let (addr, rest_bytes) = (block.addr + bytes, block.bytes - bytes);
+        let (segment, class, expandable) = (block.segment, block.class, block.expandable);
+        let (after, freed_at) = (block.next, block.freed_at);
+        let mut rest = Block::new(addr, rest_bytes, BlockState::Held, segment, class, expandable);
+        rest.prev = Some(id);
+        rest.next = after;
+        rest.freed_at = freed_at;
         let rest = self.blocks.insert(rest);
         if let Some(after) = after {
             self.blocks[after].prev = Some(rest);
@@ -237,7 +239,8 @@ impl Heap {
 
     /// The first half of a free: the client lets go (spec §3.1). The block stays active until
     /// [`finish_free`](Self::finish_free); `pending` events must be reached before that.
-    pub(crate) fn request_free(&mut self, id: BlockId, pending: u32, ledger: &mut Ledger<'_>) {
+    #[inline]
+    pub(crate) fn request_free(&mut self, id: BlockIdx, pending: u32, ledger: &mut Ledger<'_>) {
         let block = &mut self.blocks[id];
         debug_assert_eq!(block.state, BlockState::Live);
         block.state = BlockState::Draining { pending };
@@ -254,7 +257,7 @@ impl Heap {
 
     /// One event of a draining block is reached. Returns whether it was the last, in which case the
     /// block is free now.
-    pub(crate) fn event_reached(&mut self, id: BlockId, ledger: &mut Ledger<'_>) -> bool {
+    pub(crate) fn event_reached(&mut self, id: BlockIdx, ledger: &mut Ledger<'_>) -> bool {
         let block = &mut self.blocks[id];
         let BlockState::Draining { pending } = block.state else {
             unreachable!("I5: a block in an event queue is draining")
@@ -268,11 +271,14 @@ impl Heap {
     }
 
     /// The second half of a free: nothing touches the block any more (spec §3.2).
-    pub(crate) fn finish_free(&mut self, id: BlockId, ledger: &mut Ledger<'_>) {
+    #[inline]
+    pub(crate) fn finish_free(&mut self, id: BlockIdx, ledger: &mut Ledger<'_>) {
         let block = &self.blocks[id];
         let (addr, bytes, requested, class) =
             (block.addr, block.bytes, block.requested, block.class);
-        let counts_split = !self.is_expandable(block);
+        let counts_split = !block.expandable;
+        self.clock = self.clock.wrapping_add(1);
+        self.blocks[id].freed_at = self.clock;
         self.trace(ledger, TraceAction::FreeCompleted, addr, requested);
         let (merged, absorbed) = self.merge_and_insert(id);
         if counts_split {
@@ -287,7 +293,8 @@ impl Heap {
     }
 
     /// Merges a block with its free neighbours and puts the result into the free index.
-    fn merge_and_insert(&mut self, id: BlockId) -> (BlockId, Absorbed) {
+    #[inline]
+    fn merge_and_insert(&mut self, id: BlockIdx) -> (BlockIdx, Absorbed) {
         let mut absorbed = Absorbed::default();
         self.blocks[id].state = BlockState::Held;
         let mut merged = id;
@@ -306,23 +313,32 @@ impl Heap {
         (merged, absorbed)
     }
 
-    fn free_neighbour(&self, neighbour: Option<BlockId>) -> Option<BlockId> {
+    #[inline]
+    fn free_neighbour(&self, neighbour: Option<BlockIdx>) -> Option<BlockIdx> {
         neighbour.filter(|id| self.blocks[*id].state == BlockState::Free)
     }
 
     /// Makes `upper`, the block right above `lower`, a part of it.
-    fn join(&mut self, lower: BlockId, upper: BlockId) {
-        let gone = self.blocks.remove(upper);
-        debug_assert_eq!(self.blocks[lower].end(), gone.addr, "I1: neighbours touch");
-        self.blocks[lower].bytes += gone.bytes;
-        self.blocks[lower].next = gone.next;
-        if let Some(after) = gone.next {
+    #[inline]
+    fn join(&mut self, lower: BlockIdx, upper: BlockIdx) {
+        let gone = &self.blocks[upper];
+        let (addr, bytes, next, freed_at) = (gone.addr, gone.bytes, gone.next, gone.freed_at);
+        self.blocks.remove(upper);
+        let block = &mut self.blocks[lower];
+        debug_assert_eq!(block.end(), addr, "I1: neighbours touch");
+        block.bytes += bytes;
+        block.next = next;
+        if self.clock.wrapping_sub(freed_at) < self.clock.wrapping_sub(block.freed_at) {
+            block.freed_at = freed_at;
+        }
+        if let Some(after) = next {
             self.blocks[after].prev = Some(lower);
         }
     }
 
     /// `Held` → `Free`.
-    pub(crate) fn insert_free(&mut self, id: BlockId) {
+    #[inline]
+    pub(crate) fn insert_free(&mut self, id: BlockIdx) {
         let block = &mut self.blocks[id];
         debug_assert_eq!(block.state, BlockState::Held);
         block.state = BlockState::Free;
@@ -331,18 +347,22 @@ impl Heap {
     }
 
     /// `Free` → `Held`.
-    pub(crate) fn remove_free(&mut self, id: BlockId) {
+    #[inline]
+    pub(crate) fn remove_free(&mut self, id: BlockIdx) {
         let block = &mut self.blocks[id];
         debug_assert_eq!(block.state, BlockState::Free);
         block.state = BlockState::Held;
         self.classes[block.class.index()].free.remove(block.key());
     }
 
-    /// Puts back a block that was taken out but not used, without renewing its age.
-    pub(crate) fn restore_free(&mut self, id: BlockId) {
+    /// Puts back a block that was taken out but not used, without renewing its age unless a
+    /// neighbour became free meanwhile.
+    pub(crate) fn restore_free(&mut self, id: BlockIdx) {
         let since = self.blocks[id].free_since;
-        self.insert_free(id);
-        self.blocks[id].free_since = since;
+        let (merged, absorbed) = self.merge_and_insert(id);
+        if absorbed.blocks == 0 {
+            self.blocks[merged].free_since = since;
+        }
     }
 
     /// A new segment obtained whole; its one block is `Held` (spec §2.8).
@@ -353,8 +373,9 @@ impl Heap {
         bytes: u64,
         class: SizeClass,
         ledger: &mut Ledger<'_>,
-    ) -> BlockId {
+    ) -> BlockIdx {
         let block = self.adopt(id, base, bytes, class, SegmentKind::Whole, BlockState::Held);
+        self.segments[id].prepare(bytes);
         ledger.stats.increase(Gauge::Segment, class, 1);
         ledger.stats.increase(Gauge::ReservedBytes, class, bytes);
         if self.rules.is_oversize(bytes) {
@@ -372,27 +393,19 @@ impl Heap {
         class: SizeClass,
         kind: SegmentKind,
         state: BlockState,
-    ) -> BlockId {
-        let block = self.blocks.insert(Block {
-            addr: base,
-            bytes,
-            requested: 0,
-            state,
-            class,
-            segment: id,
-            prev: None,
-            next: None,
-            free_since: 0,
-        });
+    ) -> BlockIdx {
+        let expandable = kind != SegmentKind::Whole;
+        let block = Block::new(base, bytes, state, id, class, expandable);
+        let block = self.blocks.insert(block);
         self.segments.insert(id, SegmentInfo::new(base, bytes, class, kind, block));
         block
     }
 
     /// Forgets a segment obtained whole that was given back; its one block is `Held`.
-    pub(crate) fn forget_whole(&mut self, id: BlockId, ledger: &mut Ledger<'_>) {
-        let block = self.blocks.remove(id);
-        debug_assert_eq!(block.state, BlockState::Held);
-        let segment = self.segments.remove(block.segment);
+    pub(crate) fn forget_whole(&mut self, id: BlockIdx, ledger: &mut Ledger<'_>) {
+        debug_assert_eq!(self.blocks[id].state, BlockState::Held);
+        let segment = self.segments.remove(self.blocks[id].segment);
+        self.blocks.remove(id);
         let (class, bytes) = (segment.class, segment.bytes);
         self.trace(ledger, TraceAction::SegmentFree, segment.base, bytes);
         ledger.stats.decrease(Gauge::Segment, class, 1);
@@ -402,6 +415,7 @@ impl Heap {
         }
     }
 
+    #[inline]
     pub(crate) fn trace(
         &self,
         ledger: &mut Ledger<'_>,
@@ -409,7 +423,7 @@ impl Heap {
         addr: Addr,
         bytes: u64,
     ) {
-        ledger.trace.push(TraceEntry {
+        ledger.trace.push(|| TraceEntry {
             action,
             device: self.device,
             addr,
@@ -436,6 +450,7 @@ impl Absorbed {
 
 /// Books the net change from `before` to `after` as one step: the merges and the insertion of one
 /// free do not show separately in peaks and sums (spec §3.2).
+#[inline]
 fn adjust(stats: &mut StatTable, gauge: Gauge, class: SizeClass, before: u64, after: u64) {
     if after > before {
         stats.increase(gauge, class, after - before);

@@ -1,10 +1,8 @@
 //! The segments of a heap, and where the blocks handed out start in them.
 
-use crate::backend::SEGMENT_ALIGN;
-use crate::block::BlockId;
-use crate::size_class::{BLOCK_BYTES_MIN, SizeClass};
+use crate::block::BlockIdx;
+use crate::size_class::{BLOCK_BYTES_MIN, SMALL_BYTES_MAX, SizeClass};
 use crate::units::Addr;
-use smallvec::SmallVec;
 
 /// Names a segment of one heap.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
@@ -40,10 +38,13 @@ pub(crate) struct SegmentInfo {
     pub(crate) bytes: u64,
     pub(crate) class: SizeClass,
     pub(crate) kind: SegmentKind,
-    /// The block at `base`. Splits keep the low part's id and merges the lower block's, so this
+    /// The block at `base`. Splits keep the low part's place and merges the lower block's, so this
     /// never changes.
-    pub(crate) head: BlockId,
-    live: Vec<LiveBlocks>,
+    pub(crate) head: BlockIdx,
+    /// The blocks handed out, by where they start. One entry for each place where one can: at every
+    /// quantum in the small class; in the large one, whose blocks are larger than that, in every
+    /// [`SMALL_BYTES_MAX`] bytes.
+    live: Vec<Option<BlockIdx>>,
 }
 
 impl SegmentInfo {
@@ -52,7 +53,7 @@ impl SegmentInfo {
         bytes: u64,
         class: SizeClass,
         kind: SegmentKind,
-        head: BlockId,
+        head: BlockIdx,
     ) -> Self {
         SegmentInfo { base, bytes, class, kind, head, live: Vec::new() }
     }
@@ -61,86 +62,48 @@ impl SegmentInfo {
         matches!(self.kind, SegmentKind::Expandable { .. })
     }
 
-    /// Position of `addr` in `live`, and within that page in block quanta.
-    fn position(&self, addr: Addr) -> (usize, u16) {
+    /// Makes room for live blocks in the first `bytes` of the segment.
+    pub(crate) fn prepare(&mut self, bytes: u64) {
+        let places = bytes.div_ceil(self.place_bytes()) as usize;
+        if self.live.len() < places {
+            self.live.resize(places, None);
+        }
+    }
+
+    const fn place_bytes(&self) -> u64 {
+        match self.class {
+            SizeClass::Small => BLOCK_BYTES_MIN,
+            SizeClass::Large => SMALL_BYTES_MAX,
+        }
+    }
+
+    #[inline]
+    fn place(&self, addr: Addr) -> usize {
         let offset = addr - self.base;
-        let page = (offset / SEGMENT_ALIGN) as usize;
-        (page, (offset % SEGMENT_ALIGN / BLOCK_BYTES_MIN) as u16)
+        // Both divisors are constants, so that this is a shift.
+        (match self.class {
+            SizeClass::Small => offset / BLOCK_BYTES_MIN,
+            SizeClass::Large => offset / SMALL_BYTES_MAX,
+        }) as usize
     }
 
     /// Remembers that the block at `addr` is handed out.
-    pub(crate) fn add_live(&mut self, addr: Addr, id: BlockId) {
-        let (page, quantum) = self.position(addr);
-        if self.live.len() <= page {
-            self.live.resize_with(page + 1, LiveBlocks::default);
-        }
-        self.live[page].insert(quantum, id);
+    #[inline]
+    pub(crate) fn add_live(&mut self, addr: Addr, block: BlockIdx) {
+        let place = self.place(addr);
+        self.live[place] = Some(block);
     }
 
     /// Forgets the block at `addr`.
+    #[inline]
     pub(crate) fn remove_live(&mut self, addr: Addr) {
-        let (page, quantum) = self.position(addr);
-        self.live[page].remove(quantum);
+        let place = self.place(addr);
+        self.live[place] = None;
     }
 
-    /// The block handed out at exactly `addr`, an address inside this segment.
-    pub(crate) fn live_at(&self, addr: Addr) -> Option<BlockId> {
-        if !(addr - self.base).is_multiple_of(BLOCK_BYTES_MIN) {
-            return None;
-        }
-        let (page, quantum) = self.position(addr);
-        self.live.get(page)?.find(quantum)
-    }
-}
-
-/// Block quanta in one 2 MiB page.
-const QUANTA: usize = (SEGMENT_ALIGN / BLOCK_BYTES_MIN) as usize;
-/// More blocks than this in one page are looked up by index instead of by scanning.
-const SCANNED_MAX: usize = 6;
-
-/// The blocks handed out that start in one 2 MiB page. Those of the large class are at most two;
-/// those of the small class may be thousands.
-#[derive(Debug)]
-enum LiveBlocks {
-    Few(SmallVec<[(u16, BlockId); 2]>),
-    Many(Box<[Option<BlockId>; QUANTA]>),
-}
-
-impl Default for LiveBlocks {
-    fn default() -> Self {
-        LiveBlocks::Few(SmallVec::new())
-    }
-}
-
-impl LiveBlocks {
-    fn insert(&mut self, quantum: u16, id: BlockId) {
-        match self {
-            LiveBlocks::Few(blocks) if blocks.len() < SCANNED_MAX => blocks.push((quantum, id)),
-            LiveBlocks::Few(blocks) => {
-                let mut table = Box::new([None; QUANTA]);
-                for (at, block) in blocks.drain(..).chain([(quantum, id)]) {
-                    table[at as usize] = Some(block);
-                }
-                *self = LiveBlocks::Many(table);
-            }
-            LiveBlocks::Many(table) => table[quantum as usize] = Some(id),
-        }
-    }
-
-    fn remove(&mut self, quantum: u16) {
-        match self {
-            LiveBlocks::Few(blocks) => blocks.retain(|(at, _)| *at != quantum),
-            LiveBlocks::Many(table) => table[quantum as usize] = None,
-        }
-    }
-
-    fn find(&self, quantum: u16) -> Option<BlockId> {
-        match self {
-            LiveBlocks::Few(blocks) => {
-                blocks.iter().find(|(at, _)| *at == quantum).map(|(_, id)| *id)
-            }
-            LiveBlocks::Many(table) => table[quantum as usize],
-        }
+    /// The block handed out whose place `addr` falls in; it may start elsewhere in that place.
+    pub(crate) fn live_near(&self, addr: Addr) -> Option<BlockIdx> {
+        *self.live.get(self.place(addr))?
     }
 }
 
@@ -148,25 +111,28 @@ impl LiveBlocks {
 #[derive(Debug, Default)]
 pub(crate) struct SegmentTable {
     slots: Vec<Option<SegmentInfo>>,
+    vacant: Vec<SegmentId>,
 }
 
 impl SegmentTable {
     /// The id that the next [`insert`](Self::insert) gives.
     pub(crate) fn next_id(&self) -> SegmentId {
-        let free = self.slots.iter().position(Option::is_none).unwrap_or(self.slots.len());
-        SegmentId(u32::try_from(free).expect("fewer than 2^32 segments in a heap"))
+        let next = || SegmentId(u32::try_from(self.slots.len()).expect("fewer than 2^32 segments"));
+        self.vacant.last().copied().unwrap_or_else(next)
     }
 
     pub(crate) fn insert(&mut self, id: SegmentId, segment: SegmentInfo) {
-        if id.index() == self.slots.len() {
+        debug_assert_eq!(id, self.next_id());
+        if self.vacant.pop().is_none() {
             self.slots.push(None);
         }
-        let before = self.slots[id.index()].replace(segment);
-        assert!(before.is_none(), "I10: the segment id is vacant");
+        self.slots[id.index()] = Some(segment);
     }
 
     pub(crate) fn remove(&mut self, id: SegmentId) -> SegmentInfo {
-        self.slots[id.index()].take().expect("I10: segment id names a segment")
+        let segment = self.slots[id.index()].take().expect("I10: segment id names a segment");
+        self.vacant.push(id);
+        segment
     }
 
     pub(crate) fn get(&self, id: SegmentId) -> Option<&SegmentInfo> {
@@ -181,7 +147,7 @@ impl SegmentTable {
     }
 
     pub(crate) fn is_empty(&self) -> bool {
-        self.slots.iter().all(Option::is_none)
+        self.slots.len() == self.vacant.len()
     }
 }
 

@@ -8,7 +8,7 @@ use super::check::{Violation, ensure};
 use super::home::{After, Home, Span, Taken};
 use super::padded::Padded;
 use super::stats::{BUCKETS, Ledger, bucket_of};
-use crate::sync::{Mutex, MutexGuard, RwLock};
+use crate::sync::{RwLock, ShortGuard, ShortLock};
 use crate::units::Addr;
 use std::collections::BTreeMap;
 
@@ -73,7 +73,7 @@ impl<S: PartialEq> Home<S> for Bucket<S> {
 
 #[derive(Debug)]
 pub(crate) struct ClassStore<S> {
-    buckets: Box<[Padded<Mutex<Bucket<S>>>]>,
+    buckets: Box<[Padded<ShortLock<Bucket<S>>>]>,
     /// Where the block that starts at an address is: its class and slot. Changes only when memory
     /// comes or goes.
     by_addr: RwLock<BTreeMap<Addr, (u32, u32)>>,
@@ -84,12 +84,12 @@ impl<S: PartialEq> ClassStore<S> {
     pub(crate) fn new(cached_max: Option<u64>) -> Self {
         let bucket = || Bucket::new(cached_max.unwrap_or(u64::MAX));
         ClassStore {
-            buckets: (0..BUCKETS).map(|_| Padded(Mutex::new(bucket()))).collect(),
+            buckets: (0..BUCKETS).map(|_| Padded(ShortLock::new(bucket()))).collect(),
             by_addr: RwLock::new(BTreeMap::new()),
         }
     }
 
-    pub(crate) fn bucket(&self, home: u32) -> MutexGuard<'_, Bucket<S>> {
+    pub(crate) fn bucket(&self, home: u32) -> ShortGuard<'_, Bucket<S>> {
         self.buckets[home as usize].lock()
     }
 

@@ -15,7 +15,7 @@ use super::heap::{Cut, Found, Heap, Idle, Role};
 use super::home::{Run, Span, Taken};
 use super::padded::Padded;
 use super::stats::Ledger;
-use crate::sync::{Mutex, MutexGuard};
+use crate::sync::{ShortGuard, ShortLock};
 use crate::units::Addr;
 use std::sync::atomic::{AtomicU32, Ordering};
 
@@ -45,7 +45,7 @@ fn is_central(home: u32) -> bool {
     home & SHARD_MASK == 0
 }
 
-type HeapLock<S> = Padded<Mutex<Heap<S>>>;
+type HeapLock<S> = Padded<ShortLock<Heap<S>>>;
 
 #[derive(Debug)]
 struct Node<S> {
@@ -71,7 +71,7 @@ impl<S: PartialEq> SlabStore<S> {
     pub(crate) fn new(config: &HostConfig, nodes: u16, shards: u16) -> Self {
         let shards = usize::from(shards).next_power_of_two();
         let cached_bytes_max = config.cached_bytes_max.unwrap_or(u64::MAX);
-        let heap = |granule, role| Padded(Mutex::new(Heap::new(granule, role)));
+        let heap = |granule, role| Padded(ShortLock::new(Heap::new(granule, role)));
         let node = |_| Node {
             central: heap(PIN_ALIGN, Role::Central { free_bytes_max: cached_bytes_max }),
             shards: (0..shards).map(|_| heap(config.granule_bytes, Role::Shard)).collect(),
@@ -102,14 +102,14 @@ impl<S: PartialEq> SlabStore<S> {
     }
 
     #[inline]
-    pub(crate) fn heap(&self, home: u32) -> MutexGuard<'_, Heap<S>> {
+    pub(crate) fn heap(&self, home: u32) -> ShortGuard<'_, Heap<S>> {
         match self.place(home) {
             (node, 0) => node.central.lock(),
             (node, shard) => node.shards[shard - 1].lock(),
         }
     }
 
-    fn central(&self, node: NodeId) -> MutexGuard<'_, Heap<S>> {
+    fn central(&self, node: NodeId) -> ShortGuard<'_, Heap<S>> {
         self.nodes[node.index()].central.lock()
     }
 
@@ -123,7 +123,7 @@ impl<S: PartialEq> SlabStore<S> {
     }
 
     /// All homes with their heaps locked, one after the other.
-    fn each_heap(&self) -> impl Iterator<Item = (u32, MutexGuard<'_, Heap<S>>)> {
+    fn each_heap(&self) -> impl Iterator<Item = (u32, ShortGuard<'_, Heap<S>>)> {
         self.node_ids()
             .flat_map(move |node| self.homes(node).map(move |home| (home, self.heap(home))))
     }
@@ -160,7 +160,7 @@ impl<S: PartialEq> SlabStore<S> {
 
     /// Locks the shard of the calling thread. A thread that finds it locked moves on to the next.
     #[inline(always)]
-    fn enter(&self, node: NodeId) -> (usize, MutexGuard<'_, Heap<S>>) {
+    fn enter(&self, node: NodeId) -> (usize, ShortGuard<'_, Heap<S>>) {
         let shards = &self.nodes[node.index()].shards;
         let shard = shard_hint::get() & (self.shards - 1);
         if let Some(heap) = shards[shard].try_lock() {

@@ -67,15 +67,19 @@ impl DeviceModel {
             .collect();
         let first_fit = free.iter().find(|(_, bytes, _)| *bytes >= needed);
         if let Some(&(addr, _, false)) = first_fit {
-            self.release(driver, addr);
-            return true;
-        }
-        let mut released = 0;
-        for &(addr, bytes, expandable) in free.iter().rev() {
-            if released >= needed || bytes < max_split {
-                break;
+            // Part of a segment cannot go. (Expandable mode splits oversize segments.)
+            let whole = self.is_whole(addr);
+            if whole {
+                self.release(driver, addr);
             }
-            if !expandable {
+            return whole;
+        }
+        // Those that are too small alone, largest first. Larger ones behind an expandable block that
+        // would fit are not looked at.
+        let mut released = 0;
+        let smaller = free.iter().rev().filter(|(_, bytes, _)| *bytes < needed);
+        for &(addr, _, expandable) in smaller.take_while(|(_, bytes, _)| *bytes >= max_split) {
+            if released < needed && !expandable && self.is_whole(addr) {
                 released += self.release(driver, addr);
             }
         }

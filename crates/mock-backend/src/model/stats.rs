@@ -25,6 +25,10 @@ impl Stat {
         self.freed += by as i64;
     }
 
+    fn fields(&self) -> [i64; 4] {
+        [self.current, self.peak, self.allocated, self.freed]
+    }
+
     fn get(&self, field: &str) -> Option<i64> {
         match field {
             "current" => Some(self.current),
@@ -133,9 +137,21 @@ impl ModelStats {
         parts.next().is_none().then_some(value)
     }
 
+    /// Every value but the counters, in the order of `POOLED` and `SINGLE`, then (all, small, large),
+    /// then (current, peak, allocated, freed).
+    pub(crate) fn numbers(&self) -> Vec<i64> {
+        let pooled = self.all_pooled().into_iter().flat_map(|p| [&p.all, &p.small, &p.large]);
+        let stats = pooled.chain([&self.oversize_allocations, &self.oversize_segments]);
+        stats.flat_map(Stat::fields).collect()
+    }
+
     fn pooled(&self, name: &str) -> Option<&Pooled> {
         let at = POOLED.iter().position(|&known| known == name)?;
-        let all = [
+        Some(self.all_pooled()[at])
+    }
+
+    fn all_pooled(&self) -> [&Pooled; 9] {
+        [
             &self.allocation,
             &self.segment,
             &self.active,
@@ -145,8 +161,7 @@ impl ModelStats {
             &self.active_bytes,
             &self.inactive_split_bytes,
             &self.requested_bytes,
-        ];
-        Some(all[at])
+        ]
     }
 
     /// All flattened names.

@@ -1,6 +1,8 @@
 //! Tests of the simulator from outside.
 #![expect(clippy::unwrap_used, reason = "helpers of tests may unwrap like the tests themselves")]
 
+mod conformance;
 mod driver;
 mod golden;
 mod rules;
+mod trial;

@@ -80,6 +80,8 @@ fn no_access() {
     backend.judge().allocated(range.base() + MIB, 2 * MIB, &s0);
     expect(&backend, &[Rule::NoAccess]);
     backend.judge().allocated(range.base(), MIB, &s0);
+    assert!(backend.judge().is_accessible(range.base(), DEV0));
+    assert!(!backend.judge().is_accessible(range.base(), DEV1));
     backend.launch(&s1, Work::new().touching(range.base(), 512));
     expect(&backend, &[Rule::NoAccess]);
     backend.set_access(&range, range.base(), 4 * MIB, DEV1).unwrap();

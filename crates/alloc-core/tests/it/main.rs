@@ -1,0 +1,26 @@
+//! Tests of the device allocator on the simulated GPU, which judges every hand-out and release.
+//!
+//! * `cases_*`: real-world reports cut down to a sequence of operations, one test each;
+//! * `machine`: random operations against the naive model, after every operation;
+//! * `faults`, `interleave`: a failure, or another thread's operation, at every backend call;
+//! * `threads`: real threads;
+//! * `pictures`: short scripts as maps of their segments;
+//! * `errors`, `teardown`: misuse, broken backends, and the end.
+#![expect(clippy::unwrap_used, reason = "in a test a panic is the report, helpers included")]
+
+mod cases_expandable;
+mod cases_ladder;
+mod cases_sizes;
+mod cases_stats;
+mod cases_streams;
+mod cases_threads;
+mod errors;
+mod faults;
+mod interleave;
+mod liar;
+mod machine;
+mod pictures;
+mod replay;
+mod rig;
+mod teardown;
+mod threads;

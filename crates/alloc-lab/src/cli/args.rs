@@ -1,0 +1,277 @@
+//! Arguments, and the help that teaches them.
+
+use std::path::PathBuf;
+
+use clap::{Args, Parser, Subcommand};
+
+use crate::configuration::{Configuration, DEFAULT_CAPACITY, PolicyName};
+use crate::units::parse_size;
+
+const EXIT_CODES: &str = "\
+Exit codes:
+  0  everything agreed, everything fitted
+  1  a recording differs or needs what the allocator lacks; a workload does not fit
+  2  wrong usage, or a file that is broken or cannot be read";
+
+/// Laboratory for caching GPU memory allocators, on a machine without a GPU.
+///
+/// Replays the memory operations of real GPU programs on the allocators of this workspace, over a
+/// simulated device that judges every step and knows what driver calls cost. Shows how much memory
+/// they take, how long they stall, and whether a policy decides exactly as PyTorch does.
+#[derive(Debug, Parser)]
+#[command(name = "alloc-lab", version, after_help = EXIT_CODES, after_long_help = GENERAL_EXAMPLES)]
+pub(super) struct Cli {
+    #[command(subcommand)]
+    pub(super) command: Command,
+}
+
+const GENERAL_EXAMPLES: &str = "\
+Examples:
+  How much memory would PyTorch reserve for this program, and how much would we?
+      alloc-lab replay traces/gpt_varlen.csv.gz
+  Does the policy `pytorch` decide as PyTorch did, operation by operation?
+      alloc-lab verify crates/alloc-lab/tests/golden
+  How small may the device be?
+      alloc-lab fit traces/resnet.csv.gz --policy ours
+  What is where when most memory is in use?
+      alloc-lab segments traces/moe.csv.gz --at peak --svg map.svg
+
+Exit codes:
+  0  everything agreed, everything fitted
+  1  a recording differs or needs what the allocator lacks; a workload does not fit
+  2  wrong usage, or a file that is broken or cannot be read";
+
+#[derive(Debug, Subcommand)]
+pub(super) enum Command {
+    Replay(ReplayArgs),
+    Verify(VerifyArgs),
+    Fit(FitArgs),
+    Segments(SegmentsArgs),
+}
+
+/// Which allocator, on which device.
+#[derive(Debug, Args)]
+pub(super) struct Setting {
+    /// How the allocator decides
+    #[arg(long, value_enum)]
+    pub(super) policy: Option<PolicyName>,
+
+    /// Settings as in PYTORCH_ALLOC_CONF, such as `max_split_size_mb:64`
+    #[arg(long, value_name = "STR")]
+    pub(super) conf: Option<String>,
+}
+
+impl Setting {
+    /// The one configuration asked for; policy `ours` if none is.
+    pub(super) fn one(&self) -> Configuration {
+        let policy = self.policy.unwrap_or(PolicyName::Ours);
+        Configuration::new(policy, self.conf.clone().unwrap_or_default())
+    }
+
+    /// All configurations to compare.
+    pub(super) fn all(&self) -> Vec<Configuration> {
+        Configuration::choose(self.policy, self.conf.as_deref())
+    }
+}
+
+/// The simulated device.
+#[derive(Debug, Args)]
+pub(super) struct Device {
+    /// Memory of the simulated device: bytes, or a number with K, M, G, T (or KiB, MiB, GiB, TiB)
+    /// for powers of 1024, with KB, MB, GB, TB for powers of 1000. The default is that of an NVIDIA
+    /// H200
+    #[arg(long, value_name = "SIZE", value_parser = parse_capacity, default_value_t = DEFAULT_CAPACITY)]
+    pub(super) capacity: u64,
+
+    /// Let the simulated driver choose addresses even if the trace has recorded ones
+    #[arg(long)]
+    pub(super) no_feed: bool,
+}
+
+/// Replay workloads and show what allocators make of them
+///
+/// A FILE is a trace of memory operations: CSV with the header `time_us,op,id,bytes,stream`, plain
+/// or gzipped. `op` is `alloc`, `free`, or `segment_alloc`, a segment that the recorded allocator
+/// took from its driver (`id` is the address).
+///
+/// Without --policy and --conf the standard configurations are compared: pytorch with its defaults,
+/// pytorch with expandable segments, and ours. With --conf alone, both policies are compared.
+///
+/// Recorded segment addresses are handed out by the simulated driver in order, to policy `pytorch`
+/// without expandable segments, until the allocator asks for another size than was recorded. The
+/// report says whether it took exactly the recorded segments.
+///
+/// `stall` is the time that the program would wait in driver calls, by the costs measured on an
+/// NVIDIA H200. `ns/op` is the host time of an allocator call on this machine, simulated driver
+/// included, measured in passes of their own.
+#[derive(Debug, Args)]
+#[command(after_long_help = "\
+Examples:
+  Compare the standard configurations and draw memory over time:
+      alloc-lab replay traces/resnet.csv.gz --timeline resnet.svg
+  Would PyTorch with this setting get through on a device of 16 GiB?
+      alloc-lab replay traces/gpt_varlen.csv.gz --policy pytorch \\
+          --conf max_split_size_mb:128 --capacity 16GiB
+  All traces, for a program to read:
+      alloc-lab replay traces/*.csv.gz --json | jq '{file, policy, reserved_ratio}'")]
+pub(super) struct ReplayArgs {
+    /// Traces to replay
+    #[arg(required = true, value_name = "FILE")]
+    pub(super) files: Vec<PathBuf>,
+
+    #[command(flatten)]
+    pub(super) setting: Setting,
+
+    #[command(flatten)]
+    pub(super) device: Device,
+
+    /// Draw requested and reserved memory over the run, one panel for each FILE
+    #[arg(long, value_name = "FILE.svg")]
+    pub(super) timeline: Option<PathBuf>,
+
+    /// Print one JSON object a line, for each file and configuration, instead of tables
+    #[arg(long)]
+    pub(super) json: bool,
+}
+
+/// Compare with recordings of PyTorch's own allocator, operation by operation
+///
+/// A FILE is a recording: JSON, plain or gzipped, that holds what PyTorch was asked, which address
+/// it returned, all its statistics after every operation, and its history of actions. A directory
+/// stands for all recordings in it.
+///
+/// The operations are replayed with policy `pytorch` and the recorded settings, over a simulated
+/// device that hands out the recorded addresses. After every operation address, statistics, history
+/// and, where recorded, the list of segments are compared. Nothing is skipped: a recording that
+/// needs what the allocator lacks counts as a failure.
+#[derive(Debug, Args)]
+#[command(after_long_help = "\
+Examples:
+  All recordings of the repository:
+      alloc-lab verify crates/alloc-lab/tests/golden
+  The first difference of one recording, for a program to read:
+      alloc-lab verify mine.json.gz --json | jq .first")]
+pub(super) struct VerifyArgs {
+    /// Recordings, or directories of them
+    #[arg(required = true, value_name = "FILE")]
+    pub(super) files: Vec<PathBuf>,
+
+    /// Print one JSON object a line, for each file, instead of a table
+    #[arg(long)]
+    pub(super) json: bool,
+}
+
+/// Find the smallest device on which a workload completes
+///
+/// Searches between the most bytes that the workload asks for at one time, below which nothing can
+/// fit, and what the allocator holds when there is no shortage, by halving the interval, in steps of
+/// 2 MiB. This supposes that a larger device never fails where a smaller one succeeds. The answer
+/// does not rest on that alone: the workload was seen to complete on the device found, and to run
+/// out of memory on one that is 2 MiB smaller.
+///
+/// Recorded segment addresses are not used, because on a smaller device an allocator asks for other
+/// segments.
+#[derive(Debug, Args)]
+#[command(after_long_help = "\
+Examples:
+  The smallest device for policy `ours`, which is the default:
+      alloc-lab fit traces/moe.csv.gz
+  What PyTorch needs:
+      alloc-lab fit traces/moe.csv.gz --policy pytorch --conf expandable_segments:True")]
+pub(super) struct FitArgs {
+    /// Traces to search for
+    #[arg(required = true, value_name = "FILE")]
+    pub(super) files: Vec<PathBuf>,
+
+    #[command(flatten)]
+    pub(super) setting: Setting,
+
+    /// Print one JSON object a line, for each file, instead of a table
+    #[arg(long)]
+    pub(super) json: bool,
+}
+
+/// Draw the map of segments, blocks and pages at one moment of a run
+///
+/// Prints the map as text: for each segment its blocks, cell by cell, and for expandable ones the
+/// physical pages under them. With --svg it is drawn as a picture instead.
+#[derive(Debug, Args)]
+#[command(after_long_help = "\
+Examples:
+  Fragmentation of PyTorch's segments when the program needs most memory:
+      alloc-lab segments traces/gpt_varlen.csv.gz --policy pytorch
+  Policy `ours` after 40,000 operations, as a picture:
+      alloc-lab segments traces/gpt_varlen.csv.gz --at 40000 --svg map.svg")]
+pub(super) struct SegmentsArgs {
+    /// Trace to replay
+    #[arg(value_name = "FILE")]
+    pub(super) file: PathBuf,
+
+    /// When: a number of operations, `peak` (when most bytes are asked for) or `end`
+    #[arg(long, value_name = "N", default_value = "peak", value_parser = At::parse)]
+    pub(super) at: At,
+
+    /// Draw an SVG file instead of printing text
+    #[arg(long, value_name = "FILE.svg")]
+    pub(super) svg: Option<PathBuf>,
+
+    #[command(flatten)]
+    pub(super) setting: Setting,
+
+    #[command(flatten)]
+    pub(super) device: Device,
+}
+
+/// Simulated devices are at most this large, so that expandable segments find address space.
+const CAPACITY_MAX: u64 = 32 << 40;
+
+fn parse_capacity(text: &str) -> Result<u64, String> {
+    let bytes = parse_size(text)?;
+    if bytes > CAPACITY_MAX {
+        return Err("the simulated device can have at most 32 TiB".to_owned());
+    }
+    Ok(bytes)
+}
+
+/// A moment of a run.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum At {
+    /// After so many operations.
+    Operation(usize),
+    /// When most bytes are asked for.
+    Peak,
+    /// At the end.
+    End,
+}
+
+impl At {
+    fn parse(text: &str) -> Result<Self, String> {
+        match text {
+            "peak" => Ok(At::Peak),
+            "end" => Ok(At::End),
+            _ => text
+                .parse()
+                .map(At::Operation)
+                .map_err(|_| "expected a number of operations, `peak` or `end`".to_owned()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    #[test]
+    fn the_command_line_is_well_formed() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn moments_are_parsed() {
+        assert_eq!(At::parse("12"), Ok(At::Operation(12)));
+        assert_eq!(At::parse("peak"), Ok(At::Peak));
+        assert_eq!(At::parse("end"), Ok(At::End));
+        assert!(At::parse("-1").is_err());
+    }
+}

@@ -1,0 +1,16 @@
+#![doc = include_str!("../README.md")]
+#![forbid(unsafe_code)]
+
+pub mod cli;
+pub mod configuration;
+pub mod draw;
+pub mod engine;
+pub mod error;
+pub mod fit;
+pub mod format;
+pub mod progress;
+pub mod replay;
+pub mod report;
+pub mod units;
+pub mod verify;
+pub mod workload;

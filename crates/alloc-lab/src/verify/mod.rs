@@ -1,0 +1,354 @@
+//! Replays recordings of PyTorch and compares address, statistics, history and lists of segments
+//! after every operation.
+
+mod cut;
+
+use std::collections::HashMap;
+use std::fmt;
+
+use serde::Serialize;
+
+use alloc_core::TraceAction;
+
+use crate::engine::{EngineError, Recorded, SegmentView};
+use crate::format::golden::{BlockState, Op, Recording, Segment, Step, TraceRow};
+use cut::{Cutter, Facts};
+
+/// The statistic that tells whether a freed block came back at once.
+const ACTIVE: &str = "active.all.current";
+
+/// Result of comparing one recording.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum Verdict {
+    /// Every operation was executed and compared.
+    Compared(Comparison),
+    /// The recording needs something that the allocator cannot do; nothing was executed.
+    Unsupported(String),
+}
+
+impl Verdict {
+    /// Whether everything was compared and agreed.
+    pub fn agrees(&self) -> bool {
+        matches!(self, Verdict::Compared(comparison) if comparison.mismatches == 0)
+    }
+}
+
+/// How far a recording and the allocator agree.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Comparison {
+    /// Operations executed.
+    pub ops: usize,
+    /// Entries of the recorded history.
+    pub trace_entries: usize,
+    /// Operations after which something differed; leftover history counts as one more.
+    pub mismatches: usize,
+    /// The first difference.
+    pub first: Option<Mismatch>,
+}
+
+/// A difference.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize)]
+pub struct Mismatch {
+    /// Number of the operation, counted from 0.
+    pub operation: usize,
+    /// What differs.
+    pub what: String,
+    /// What the recording says.
+    pub expected: String,
+    /// What the allocator did.
+    pub got: String,
+}
+
+impl fmt::Display for Mismatch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Mismatch { operation, what, expected, got } = self;
+        write!(f, "operation {operation}: {what}: expected {expected}, got {got}")
+    }
+}
+
+/// Executes `recording` on `engine` and compares. `tick` is called after every operation.
+pub fn verify<E: Recorded>(
+    engine: &mut E,
+    recording: &Recording,
+    mut tick: impl FnMut(),
+) -> Verdict {
+    let needs = recording.needs();
+    if needs.pools > 0 || needs.captures > 0 {
+        return Verdict::Unsupported(format!(
+            "{} user pools and {} graph captures",
+            needs.pools, needs.captures
+        ));
+    }
+    let mut run = Run::new(engine, recording);
+    for (i, step) in recording.ops.iter().enumerate() {
+        run.step(i, step);
+        tick();
+    }
+    run.leftovers();
+    run.objections();
+    Verdict::Compared(run.comparison)
+}
+
+/// State of a comparison under way.
+struct Run<'a, E> {
+    engine: &'a mut E,
+    recording: &'a Recording,
+    cutter: Cutter<'a>,
+    /// Slot and requested bytes of every id.
+    ids: HashMap<u64, (usize, u64)>,
+    /// Index of [`ACTIVE`] in the statistics, and its recorded value after the last operation.
+    active: Option<usize>,
+    active_before: i64,
+    /// `segment_map` entries of the recording, and how many the engine has produced.
+    maps: Vec<u64>,
+    maps_done: usize,
+    stats: Vec<Option<i64>>,
+    trace: Vec<TraceRow>,
+    comparison: Comparison,
+}
+
+impl<'a, E: Recorded> Run<'a, E> {
+    fn new(engine: &'a mut E, recording: &'a Recording) -> Self {
+        let maps = recording.trace.iter().filter(|row| row.action == TraceAction::SegmentMap);
+        Run {
+            engine,
+            recording,
+            cutter: Cutter::new(&recording.trace),
+            ids: HashMap::new(),
+            active: recording.stat_keys.iter().position(|key| key == ACTIVE),
+            active_before: 0,
+            maps: maps.map(|row| row.addr).collect(),
+            maps_done: 0,
+            stats: Vec::new(),
+            trace: Vec::new(),
+            comparison: Comparison {
+                ops: recording.ops.len(),
+                trace_entries: recording.trace.len(),
+                mismatches: 0,
+                first: None,
+            },
+        }
+    }
+
+    fn step(&mut self, i: usize, step: &Step) {
+        let facts = self.facts(step);
+        let expected = self.cutter.cut(facts);
+        let mut difference = self.execute(step).err();
+        self.trace.clear();
+        // The list of segments leaves its mark in the history, so it comes before the comparison.
+        let listed = step.segments.as_ref().map(|recorded| (recorded, self.engine.segments()));
+        self.engine.take_trace(&mut self.trace);
+        self.maps_done += count_maps(&self.trace);
+        difference = difference.or_else(|| compare_trace(expected, &self.trace));
+        if let Some(recorded) = &step.stats {
+            self.engine.stats(&self.recording.stat_keys, &mut self.stats);
+            let keys = &self.recording.stat_keys;
+            difference = difference.or_else(|| compare_stats(keys, recorded, &self.stats));
+        }
+        if let Some((recorded, listed)) = listed {
+            difference = difference.or_else(|| compare_segments(recorded, listed));
+        }
+        if let Some(difference) = difference {
+            self.mismatch(i, difference);
+        }
+    }
+
+    /// What the recording tells about `step`, for cutting the history.
+    fn facts(&mut self, step: &Step) -> Facts {
+        let freed_bytes = match step.op {
+            Op::Free(id) => self.ids.get(&id).map_or(0, |&(_, bytes)| bytes),
+            _ => 0,
+        };
+        let active = self.active.and_then(|at| step.stats.as_ref().map(|stats| stats[at]));
+        // Without the statistic there are no events either: every free completes at once.
+        let completed = active.is_none_or(|now| now < self.active_before);
+        self.active_before = active.unwrap_or(self.active_before);
+        Facts { op: step.op, freed_bytes, completed, listed: step.segments.is_some() }
+    }
+
+    /// Does what `step` says; a difference if the engine refuses or returns another address.
+    fn execute(&mut self, step: &Step) -> Result<(), Difference> {
+        match step.op {
+            Op::Cap(bytes) => self.engine.set_limit(bytes).map_err(refused)?,
+            Op::Alloc { id, bytes, stream, .. } => return self.allocate(step, id, bytes, stream),
+            Op::Free(id) => {
+                let slot = self.slot(id)?;
+                self.engine.free(slot).map_err(refused)?;
+            }
+            Op::RecordStream { id, stream } => {
+                let slot = self.slot(id)?;
+                self.engine.record_stream(slot, stream as usize).map_err(refused)?;
+            }
+            Op::Busy(stream) => self.engine.busy(stream as usize),
+            Op::Sync => self.engine.sync(),
+            Op::EmptyCache => self.engine.empty_cache().map_err(refused)?,
+            Op::ResetPeak => self.engine.reset_peak().map_err(refused)?,
+            Op::ResetAccumulated => self.engine.reset_accumulated().map_err(refused)?,
+            Op::Expandable(on) => self.engine.set_expandable(on).map_err(refused)?,
+            Op::PoolNew { .. }
+            | Op::PoolDelete(_)
+            | Op::CaptureBegin { .. }
+            | Op::CaptureEnd(_)
+            | Op::GraphDelete(_) => {
+                return Err(Difference::new("operation", "executed", "unsupported"));
+            }
+        }
+        Ok(())
+    }
+
+    fn allocate(
+        &mut self,
+        step: &Step,
+        id: u64,
+        bytes: u64,
+        stream: u32,
+    ) -> Result<(), Difference> {
+        if let Some(&base) = self.maps.get(self.maps_done) {
+            self.engine.feed_reservation(base);
+        }
+        let slot = self.ids.len();
+        self.ids.insert(id, (slot, bytes));
+        let addr = match self.engine.allocate(slot, bytes, stream as usize) {
+            Ok(addr) => addr,
+            Err(EngineError::OutOfMemory(_)) => 0,
+            Err(error) => return Err(refused(error)),
+        };
+        let expected = step.ptr.unwrap_or_default();
+        if addr == expected {
+            return Ok(());
+        }
+        let show = |ptr| if ptr == 0 { "out of memory".to_owned() } else { format!("{ptr:#x}") };
+        Err(Difference::new("ptr", show(expected), show(addr)))
+    }
+
+    fn slot(&self, id: u64) -> Result<usize, Difference> {
+        let slot = self.ids.get(&id).map(|&(slot, _)| slot);
+        slot.ok_or_else(|| Difference::new("id", format!("{id} to exist"), "never allocated"))
+    }
+
+    /// At the end nothing of the history may be left over.
+    fn leftovers(&mut self) {
+        if let Some(row) = self.cutter.rest().first() {
+            let what = format!("{} trace entries left over", self.cutter.rest().len());
+            let difference = Difference::new(what, row.to_string(), "nothing");
+            self.mismatch(self.recording.ops.len(), difference);
+        }
+    }
+
+    /// A simulated device that found a fault is a difference, even if all answers agree.
+    fn objections(&mut self) {
+        if let Some(objection) = self.engine.objection() {
+            let difference = Difference::new("simulated device", "no objection", objection);
+            self.mismatch(self.recording.ops.len(), difference);
+        }
+    }
+
+    fn mismatch(&mut self, operation: usize, difference: Difference) {
+        let Difference { what, expected, got } = difference;
+        self.comparison.mismatches += 1;
+        let first = || Mismatch { operation, what, expected, got };
+        self.comparison.first.get_or_insert_with(first);
+    }
+}
+
+/// A difference that is not yet attributed to an operation.
+struct Difference {
+    what: String,
+    expected: String,
+    got: String,
+}
+
+impl Difference {
+    fn new(what: impl Into<String>, expected: impl Into<String>, got: impl Into<String>) -> Self {
+        Difference { what: what.into(), expected: expected.into(), got: got.into() }
+    }
+}
+
+fn refused(error: EngineError) -> Difference {
+    let (EngineError::OutOfMemory(text) | EngineError::Refused(text)) = error;
+    Difference::new("operation", "success", text)
+}
+
+fn count_maps(trace: &[TraceRow]) -> usize {
+    trace.iter().filter(|row| row.action == TraceAction::SegmentMap).count()
+}
+
+/// Compares entry by entry; the address of `oom` is the free memory of another machine.
+fn compare_trace(expected: &[TraceRow], got: &[TraceRow]) -> Option<Difference> {
+    let same = |a: &TraceRow, b: &TraceRow| {
+        let ignored = a.action == TraceAction::Oom && b.action == TraceAction::Oom;
+        (a.action, a.bytes, a.stream) == (b.action, b.bytes, b.stream)
+            && (ignored || a.addr == b.addr)
+    };
+    let show = |row: Option<&TraceRow>| row.map_or("nothing".to_owned(), TraceRow::to_string);
+    (0..expected.len().max(got.len())).find_map(|i| {
+        let (a, b) = (expected.get(i), got.get(i));
+        let agree = matches!((a, b), (Some(a), Some(b)) if same(a, b));
+        (!agree).then(|| Difference::new(format!("trace entry {i}"), show(a), show(b)))
+    })
+}
+
+fn compare_stats(keys: &[String], expected: &[i64], got: &[Option<i64>]) -> Option<Difference> {
+    let at = expected.iter().zip(got).position(|(&a, &b)| b != Some(a))?;
+    let got = got[at].map_or("no such statistic".to_owned(), |value| value.to_string());
+    Some(Difference::new(keys[at].as_str(), expected[at].to_string(), got))
+}
+
+/// Compares lists of segments. Left out: pool ids that the recording does not know, and what was
+/// once asked for in blocks that are free now.
+fn compare_segments(
+    expected: &[Segment],
+    got: Result<Vec<SegmentView>, EngineError>,
+) -> Option<Difference> {
+    let got = match got {
+        Ok(got) => got,
+        Err(error) => return Some(refused(error)),
+    };
+    (0..expected.len().max(got.len())).find_map(|i| {
+        let (a, b) = (expected.get(i), got.get(i));
+        let agree = matches!((a, b), (Some(a), Some(b)) if same_segment(a, b));
+        let show_a = a.map_or("nothing".to_owned(), |a| describe(a.pool, a));
+        let show_b = b.map_or("nothing".to_owned(), |b| describe(Some(b.pool), &as_recorded(b)));
+        (!agree).then(|| Difference::new(format!("segment {i}"), show_a, show_b))
+    })
+}
+
+fn same_segment(a: &Segment, b: &SegmentView) -> bool {
+    let blocks = a.blocks.len() == b.blocks.len()
+        && a.blocks.iter().zip(&b.blocks).all(|(a, b)| {
+            (a.addr, a.bytes, a.state) == (b.addr, b.bytes, b.state)
+                && (a.state == BlockState::Inactive || a.requested == b.requested)
+        });
+    a.pool.is_none_or(|pool| pool == b.pool)
+        && (a.addr, a.bytes, a.stream, a.class) == (b.addr, b.bytes, b.stream, b.class)
+        && blocks
+}
+
+fn as_recorded(b: &SegmentView) -> Segment {
+    Segment {
+        pool: Some(b.pool),
+        addr: b.addr,
+        bytes: b.bytes,
+        stream: b.stream,
+        class: b.class,
+        blocks: b.blocks.clone(),
+    }
+}
+
+fn describe(pool: Option<(u64, u64)>, s: &Segment) -> String {
+    let pool = pool.map_or("unknown pool".to_owned(), |(a, b)| format!("pool {a},{b}"));
+    let blocks: Vec<String> = s
+        .blocks
+        .iter()
+        .map(|block| match block.state {
+            BlockState::ActiveAllocated => format!("{}/{}", block.requested, block.bytes),
+            BlockState::ActivePendingFree => format!("({}/{})", block.requested, block.bytes),
+            BlockState::Inactive => format!("-/{}", block.bytes),
+        })
+        .collect();
+    let (addr, bytes, class) = (s.addr, s.bytes, s.class.name());
+    format!("{addr:#x} {bytes} bytes {class} stream {} {pool} [{}]", s.stream, blocks.join(" "))
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,100 @@
+//! Replays of real programs: PyTorch's own figures come out to the byte.
+
+use alloc_lab::configuration::{Configuration, DEFAULT_CAPACITY, PolicyName};
+use alloc_lab::engine::CoreEngine;
+use alloc_lab::fit::fit;
+use alloc_lab::format::read_workload;
+use alloc_lab::replay::{Feed, Options, Outcome, replay};
+
+use crate::trace;
+
+fn run(name: &str, policy: PolicyName, conf: &str) -> Outcome {
+    let workload = read_workload(&trace(name)).expect("a trace");
+    let configuration = Configuration::new(policy, conf);
+    let feed = configuration.takes_recorded_segments().expect("settings");
+    let options = Options { capacity: DEFAULT_CAPACITY, feed, timing: false };
+    let make = |plan: &_| CoreEngine::new(&configuration, plan);
+    let outcome = replay(make, &workload, options, |_| {}).expect("an engine");
+    assert_eq!((outcome.stopped.as_ref(), outcome.ops), (None, workload.ops.len()), "{name}");
+    outcome
+}
+
+/// Operations, peak requested, and what PyTorch reserved by default and with expandable segments.
+const RECORDED: [(&str, usize, u64, u64, u64); 5] = [
+    ("gpt_varlen", 69_287, 13_373_454_504, 23_465_033_728, 14_302_576_640),
+    ("resnet", 34_823, 5_940_124_432, 8_501_854_208, 5_976_883_200),
+    ("moe", 127_387, 16_218_589_060, 17_280_532_480, 17_630_756_864),
+    ("unet_res", 16_074, 8_007_946_696, 13_526_630_400, 8_319_401_984),
+    ("rlhf", 543_348, 4_121_508_120, 4_689_231_872, 4_301_258_752),
+];
+
+#[track_caller]
+fn assert_as_recorded(name: &str) {
+    let recorded = RECORDED.iter().find(|row| row.0 == name).expect("a recorded trace");
+    let &(_, ops, requested, reserved, expandable) = recorded;
+    let default = run(name, PolicyName::Pytorch, "");
+    assert_eq!(default.feed, Feed::Exact);
+    assert_eq!((default.ops, default.requested_peak), (ops, requested));
+    assert_eq!(default.driver.reserved_peak, reserved);
+    if name == "rlhf" && cfg!(debug_assertions) {
+        return; // Half a million operations once more take too long without optimisation.
+    }
+    let grown = run(name, PolicyName::Pytorch, "expandable_segments:True");
+    assert_eq!((grown.feed, grown.driver.reserved_peak), (Feed::Unused, expandable));
+}
+
+#[test]
+fn gpt_varlen_is_as_recorded() {
+    assert_as_recorded("gpt_varlen");
+}
+
+#[test]
+fn resnet_is_as_recorded() {
+    assert_as_recorded("resnet");
+}
+
+#[test]
+fn moe_is_as_recorded() {
+    assert_as_recorded("moe");
+}
+
+#[test]
+fn unet_res_is_as_recorded() {
+    assert_as_recorded("unet_res");
+}
+
+#[test]
+fn rlhf_is_as_recorded() {
+    assert_as_recorded("rlhf");
+}
+
+/// What `reserved_peak` counts is what the allocator says it holds, and the driver's account adds
+/// up.
+#[test]
+fn the_account_of_the_driver_adds_up() {
+    let whole = run("unet_res", PolicyName::Pytorch, "");
+    assert_eq!((whole.driver.segments, whole.driver.calls), (59, 59));
+    assert_eq!((whole.driver.handles_created, whole.driver.pages_remapped), (0, 0));
+    let grown = run("unet_res", PolicyName::Pytorch, "expandable_segments:True").driver;
+    assert_eq!((grown.segments, grown.pages_remapped), (2, 0));
+    // A page is created and mapped once; access is set over runs of them.
+    let handles = grown.handles_created;
+    assert!((2 * handles..=3 * handles + 2).contains(&grown.calls), "{grown:?}");
+    assert!(grown.stall_ns > 10_000 * handles);
+}
+
+#[test]
+fn the_smallest_device_is_found_and_one_step_less_fails() {
+    let workload = read_workload(&trace("resnet")).expect("a trace");
+    let configuration = Configuration::new(PolicyName::Pytorch, "expandable_segments:True");
+    let make = |plan: &_| CoreEngine::new(&configuration, plan);
+    let found = fit(make, &workload, "x", |_, _| {}).expect("a size");
+    assert!(found.capacity >= workload.requested_peak);
+    assert!(found.capacity < found.unlimited_peak);
+    let completes = |capacity| {
+        let options = Options { capacity, feed: false, timing: false };
+        replay(make, &workload, options, |_| {}).expect("an engine").stopped.is_none()
+    };
+    assert!(completes(found.capacity));
+    assert!(!completes(found.capacity - alloc_lab::fit::STEP));
+}

@@ -1,0 +1,281 @@
+//! `cargo xtask gpu-test`: the tests that need a GPU, here or on a machine without cargo.
+
+use crate::process;
+use crate::workspace::Workspace;
+use anyhow::{Context, Result, bail, ensure};
+use serde::Deserialize;
+use std::fmt;
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+/// Exit code of the tests, and of this verb, for "there is no GPU here": what test harnesses use for
+/// "skipped", and never that of a failure.
+pub(crate) const NO_GPU: u8 = 77;
+
+/// Run the tests that need a GPU, or build a folder that runs them on a machine without cargo.
+///
+/// Exits with 77 if there is no GPU here, with 1 if a test fails.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// Build only: put programs, their data and a `run.sh` into DIR
+    #[arg(long, value_name = "DIR", num_args = 0..=1, default_missing_value = "gpu-bundle")]
+    bundle: Option<PathBuf>,
+
+    /// Words that select tests, after `--`
+    #[arg(last = true)]
+    filters: Vec<String>,
+}
+
+/// There is no GPU here, so nothing was tested.
+#[derive(Debug)]
+pub(crate) struct NoGpu;
+
+impl fmt::Display for NoGpu {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(
+            "no CUDA device here, nothing was tested; `cargo xtask gpu-test --bundle DIR` builds a \
+             folder that runs on a machine that has one",
+        )
+    }
+}
+
+impl std::error::Error for NoGpu {}
+
+/// Something to build for the GPU.
+struct Product {
+    package: &'static str,
+    /// What selects it on cargo's command line.
+    selection: &'static [&'static str],
+    /// Name of the target in cargo's messages.
+    target: &'static str,
+    /// Name in the bundle.
+    file: &'static str,
+}
+
+const PRODUCTS: &[Product] = &[
+    Product {
+        package: "alloc-cuda",
+        selection: &["--test", "gpu", "--features", "cudarc"],
+        target: "gpu",
+        file: "alloc-cuda-gpu",
+    },
+    Product {
+        package: "alloc-torch",
+        selection: &["--lib"],
+        target: "alloc_torch",
+        file: "liballoc_torch.so",
+    },
+];
+
+/// Files of the repository that lie beside the programs in a bundle.
+const SCRIPTS: &[&str] =
+    &["crates/alloc-torch/python/gpu_alloc.py", "crates/alloc-torch/python/torch_check.py"];
+
+/// The test programs of a bundle, in order: the products and scripts that take `--require-gpu`, exit
+/// with [`NO_GPU`] and print a line `test NAME ... ok|FAILED|skipped` for each test.
+const TESTS: &[&str] = &["alloc-cuda-gpu", "torch_check.py"];
+
+/// Folders of the repository that programs read at run time.
+const DATA: &[&str] = &["traces"];
+
+/// Builds everything into a folder, and runs it unless asked for the folder.
+///
+/// # Errors
+/// [`NoGpu`]; or if anything does not build or a test fails.
+pub(crate) fn run(workspace: &Workspace, args: &Args) -> Result<()> {
+    if let Some(folder) = &args.bundle {
+        let folder = workspace.root.join(folder);
+        bundle(workspace, &folder)?;
+        println!("{}", folder.display());
+        return Ok(());
+    }
+    // The same folder as elsewhere, so that what is tested here is what is tested there.
+    let folder = workspace.target.join("gpu-bundle");
+    bundle(workspace, &folder)?;
+    let script = folder.join("run.sh");
+    let status = Command::new(&script)
+        .args(&args.filters)
+        .status()
+        .with_context(|| script.display().to_string())?;
+    if status.code() == Some(i32::from(NO_GPU)) {
+        return Err(NoGpu.into());
+    }
+    ensure!(status.success(), "a GPU test failed ({status})");
+    Ok(())
+}
+
+fn bundle(workspace: &Workspace, folder: &Path) -> Result<()> {
+    if folder.exists() {
+        // Only what an earlier run made is thrown away.
+        ensure!(
+            folder.join("run.sh").is_file() || fs::read_dir(folder)?.next().is_none(),
+            "{} is there and is no bundle; name another folder",
+            folder.display()
+        );
+        fs::remove_dir_all(folder)?;
+    }
+    fs::create_dir_all(folder)?;
+    for product in PRODUCTS {
+        copy(&build(workspace, product)?, &folder.join(product.file))?;
+    }
+    for script in SCRIPTS.iter().map(|script| workspace.root.join(script)) {
+        copy(&script, &folder.join(script.file_name().unwrap_or_default()))?;
+    }
+    for name in DATA {
+        copy_folder(&workspace.root.join(name), &folder.join(name))?;
+    }
+    let script = folder.join("run.sh");
+    fs::write(&script, run_script())?;
+    fs::set_permissions(&script, fs::Permissions::from_mode(0o755))?;
+    Ok(())
+}
+
+fn copy(from: &Path, to: &Path) -> Result<()> {
+    fs::copy(from, to).with_context(|| format!("copying {}", from.display()))?;
+    Ok(())
+}
+
+fn copy_folder(from: &Path, to: &Path) -> Result<()> {
+    fs::create_dir_all(to)?;
+    for entry in fs::read_dir(from).with_context(|| from.display().to_string())? {
+        let entry = entry?;
+        let target = to.join(entry.file_name());
+        if entry.file_type()?.is_dir() {
+            copy_folder(&entry.path(), &target)?;
+        } else {
+            fs::copy(entry.path(), target)?;
+        }
+    }
+    Ok(())
+}
+
+/// Builds one product, optimised and stripped, and returns where it is.
+fn build(workspace: &Workspace, product: &Product) -> Result<PathBuf> {
+    let mut command = workspace.cargo([
+        // A profile of its own, so that it does not take turns with the usual one in the target
+        // folder.
+        "--config",
+        "profile.gpu.inherits=\"release\"",
+        "--config",
+        "profile.gpu.strip=\"symbols\"",
+        "--config",
+        "profile.gpu.debug=false",
+        "build",
+        "--profile",
+        "gpu",
+        "--message-format",
+        "json-render-diagnostics",
+        "--package",
+        product.package,
+    ]);
+    let json = process::output(command.args(product.selection).stderr(Stdio::inherit()))?;
+    for line in json.lines() {
+        let message: Message = serde_json::from_str(line).context("a message of cargo build")?;
+        if let Some(path) = message.artifact(product.target) {
+            return Ok(path);
+        }
+    }
+    bail!("cargo built no `{}` of {}", product.target, product.package)
+}
+
+/// A message of `cargo build`, as far as it matters.
+#[derive(Deserialize)]
+struct Message {
+    reason: String,
+    target: Option<BuiltTarget>,
+    executable: Option<PathBuf>,
+    #[serde(default)]
+    filenames: Vec<PathBuf>,
+}
+
+#[derive(Deserialize)]
+struct BuiltTarget {
+    name: String,
+}
+
+impl Message {
+    /// The program or shared library of `target`, if this is about it.
+    fn artifact(self, target: &str) -> Option<PathBuf> {
+        let is_it = self.target.is_some_and(|built| built.name == target);
+        if self.reason != "compiler-artifact" || !is_it {
+            return None;
+        }
+        let library = |path: &PathBuf| path.extension().is_some_and(|end| end == "so");
+        self.executable.or_else(|| self.filenames.into_iter().find(library))
+    }
+}
+
+/// The script of a bundle. It needs bash and the usual tools, nothing else.
+fn run_script() -> String {
+    include_str!("gpu_test/run.sh")
+        .replace("@TESTS@", &TESTS.join(" "))
+        .replace("@NO_GPU@", &NO_GPU.to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_artifact_of_a_target_is_found_among_the_messages() {
+        let lines = [
+            r#"{"reason":"compiler-artifact","target":{"name":"cudarc"},"filenames":["libx.rlib"],"executable":null}"#,
+            r#"{"reason":"build-script-executed","package_id":"x"}"#,
+            r#"{"reason":"compiler-artifact","target":{"name":"gpu"},"filenames":["t/gpu-1"],"executable":"t/gpu-1"}"#,
+            r#"{"reason":"compiler-artifact","target":{"name":"plugin"},"filenames":["t/l.rlib","t/l.so"],"executable":null}"#,
+            r#"{"reason":"build-finished","success":true}"#,
+        ];
+        let find = |target: &str| {
+            let parse = |line| serde_json::from_str::<Message>(line).expect("valid");
+            lines.into_iter().map(parse).find_map(|message| message.artifact(target))
+        };
+        assert_eq!(find("gpu"), Some("t/gpu-1".into()));
+        assert_eq!(find("plugin"), Some("t/l.so".into()));
+        assert_eq!(find("cudarc"), None);
+    }
+
+    #[test]
+    fn every_test_program_is_in_the_bundle() {
+        for test in TESTS {
+            let is_product = PRODUCTS.iter().any(|product| product.file == *test);
+            let is_script = SCRIPTS.iter().any(|script| script.ends_with(&format!("/{test}")));
+            assert!(is_product || is_script, "{test}");
+        }
+    }
+
+    /// Runs the script in a folder of pretended test programs, the scripts without a GPU, and
+    /// returns its last line and code.
+    fn run_with(program: &str) -> (String, Option<i32>) {
+        let folder = tempfile::tempdir().expect("a folder");
+        fs::write(folder.path().join("run.sh"), run_script()).expect("writes");
+        for test in TESTS {
+            let path = folder.path().join(test);
+            let text = match test.strip_suffix(".py") {
+                Some(_) => format!("raise SystemExit({NO_GPU})\n"),
+                None => format!("#!/bin/sh\n{program}\n"),
+            };
+            fs::write(&path, text).expect("writes");
+            fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).expect("sets");
+        }
+        let mut command = Command::new("bash");
+        let output = command.arg(folder.path().join("run.sh")).output().expect("bash");
+        let text = String::from_utf8_lossy(&output.stdout).into_owned();
+        (text.lines().last().unwrap_or_default().to_owned(), output.status.code())
+    }
+
+    #[test]
+    fn the_script_adds_up_and_tells_failure_from_absence() {
+        let fine = "echo 'test a ... ok (1 ms)'; echo 'test b ... skipped: no peer'";
+        let (line, code) = run_with(fine);
+        assert_eq!((line.as_str(), code), ("total: 1 passed, 0 failed, 1 skipped", Some(0)));
+        let (line, code) = run_with(&format!("{fine}; echo 'test c ... FAILED (2 ms)'; exit 1"));
+        assert_eq!((line.as_str(), code), ("total: 1 passed, 1 failed, 1 skipped", Some(1)));
+        let (line, code) = run_with(&format!("{fine}; kill -SEGV $$"));
+        assert_eq!((line.as_str(), code), ("total: 1 passed, 1 failed, 1 skipped", Some(1)));
+        let (line, code) = run_with(&format!("exit {NO_GPU}"));
+        assert_eq!(line, "no GPU here: nothing was tested");
+        assert_eq!(code, Some(i32::from(NO_GPU)));
+    }
+}
