@@ -1,7 +1,7 @@
 //! The public face: requests come in, the engine and the background thread do the rest.
 
 use super::allocation::{HostAllocation, HostContext, Place};
-use super::backend::{CopyData, HostBackend};
+use super::backend::{CopyData, CopyRequest, HostBackend};
 use super::background::Background;
 use super::check::HostViolation;
 use super::config::{HostConfError, HostConfig};
@@ -437,8 +437,10 @@ impl<B: CopyData> HostAllocator<B> {
         if bytes == 0 {
             return Ok(());
         }
-        let copied = self.backend().copy(to.addr + to_offset, from.addr + from_offset, bytes);
-        copied.map_err(|source| HostError::Backend { op: HostOp::Copy, source })
+        let request = CopyRequest { to: to.addr + to_offset, from: from.addr + from_offset, bytes };
+        self.backend()
+            .copy(&request)
+            .map_err(|source| HostError::Backend { op: HostOp::Copy, source })
     }
 }
 

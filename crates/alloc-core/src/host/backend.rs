@@ -128,12 +128,37 @@ pub trait HostBackend: Send + Sync + 'static {
     fn now(&self) -> Duration;
 }
 
-/// Backends that can copy between ranges of their own pinned memory.
+/// A copy between two allocations of one allocator. Only the allocator makes one, for a caller that
+/// holds both allocations, the target exclusively: a backend may rely on that.
+#[derive(Debug)]
+pub struct CopyRequest {
+    pub(super) to: Addr,
+    pub(super) from: Addr,
+    pub(super) bytes: u64,
+}
+
+impl CopyRequest {
+    /// First address of the target.
+    pub fn to(&self) -> Addr {
+        self.to
+    }
+
+    /// First address of the source.
+    pub fn from(&self) -> Addr {
+        self.from
+    }
+
+    /// How many bytes; not 0. The ranges do not overlap.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+}
+
+/// Backends that can copy within their own pinned memory.
 pub trait CopyData: HostBackend {
-    /// Copies `bytes` from `from` to `to`. The ranges do not overlap. Called without locks, on
-    /// behalf of a caller who owns both ranges.
+    /// Copies. Called without locks.
     ///
     /// # Errors
-    /// If either range is not wholly inside pinned memory of this backend; nothing is copied.
-    fn copy(&self, to: Addr, from: Addr, bytes: u64) -> Result<(), Self::Error>;
+    /// Any; then nothing is copied.
+    fn copy(&self, request: &CopyRequest) -> Result<(), Self::Error>;
 }

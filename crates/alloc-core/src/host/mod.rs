@@ -52,7 +52,9 @@ mod verify;
 
 pub use allocation::{HostAllocation, HostContext, Place};
 pub use allocator::HostAllocator;
-pub use backend::{CopyData, HostBackend, NodeId, PIN_ALIGN, PinMethod, PinRequest, PinnedSegment};
+pub use backend::{
+    CopyData, CopyRequest, HostBackend, NodeId, PIN_ALIGN, PinMethod, PinRequest, PinnedSegment,
+};
 pub use check::HostViolation;
 pub use config::{HostConfError, HostConfig, HostPolicy};
 pub use engine::REQUEST_BYTES_MAX;

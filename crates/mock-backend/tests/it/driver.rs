@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use alloc_core::backend::{Backend, BackendError, Completion, ErrorKind, MemoryInfo, Refused};
 use alloc_core::backend::{Page, Reservation, Segment, Stream, VirtualMemory};
+use alloc_core::host::{PinMethod, PinRequest, PinnedSegment};
 use alloc_core::{Addr, StreamId};
 use mock_backend::*;
 
@@ -167,7 +168,19 @@ fn scenario(backend: &MockBackend) -> Result<(), MockError> {
     backend.set_access(&range, range.base(), page.bytes(), DEV0)?;
     backend.unmap(&range, range.base(), page.bytes())?;
     backend.destroy(page).map_err(back)?;
-    backend.unreserve(range).map_err(back)
+    backend.unreserve(range).map_err(back)?;
+    let request = PinRequest {
+        bytes: 2 * MIB,
+        node: None,
+        method: PinMethod::Allocate,
+        piece_bytes_max: 2 * MIB,
+    };
+    let pinned = alloc_core::host::HostBackend::pin(backend, &request)?;
+    let base = pinned.base();
+    backend.judge().allocated_on_host(base, 2 * MIB);
+    backend.copy_on_host(base, base + MIB, MIB)?;
+    backend.judge().freed(base);
+    alloc_core::host::HostBackend::unpin(backend, pinned).map_err(back)
 }
 
 #[test]
@@ -203,6 +216,7 @@ fn costs_add_up_exactly() {
     assert!(Call::ALL.iter().all(|&call| costs.calls(call) == 2));
     let bytes = |call| match call {
         Call::Reserve | Call::Unreserve => 4 * MIB,
+        Call::Copy => MIB,
         _ => 2 * MIB,
     };
     let once: u64 = Call::ALL.iter().map(|&call| call_ns(call, bytes(call))).sum();
