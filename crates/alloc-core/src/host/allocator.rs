@@ -70,7 +70,7 @@ impl<B: HostBackend> HostAllocator<B> {
         Ok(HostAllocator { shared: Arc::new(shared) })
     }
 
-    fn engine(&self) -> &Engine<B> {
+    pub(super) fn engine(&self) -> &Engine<B> {
         &self.shared.engine
     }
 

@@ -156,7 +156,7 @@ impl<B: HostBackend> Engine<B> {
     }
 
     /// An event was reached. Returns how many blocks became free.
-    fn reached(&self, pending: Pending<B>) -> usize {
+    pub(crate) fn reached(&self, pending: Pending<B>) -> usize {
         let freed = pending.blocks.iter().filter(|&&block| self.count_down(block)).count();
         // The event goes back to its pool here, and no lock is held.
         drop(pending);
