@@ -50,6 +50,8 @@ pub enum PinMethod {
 pub struct PinRequest {
     /// Bytes wanted; never 0.
     pub bytes: u64,
+    /// What the first address must be a multiple of: [`PIN_ALIGN`], or 1 if it does not matter.
+    pub align: u64,
     /// The node whose memory it should be, or `None` if it does not matter.
     pub node: Option<NodeId>,
     /// How to pin.
@@ -59,14 +61,13 @@ pub struct PinRequest {
     pub piece_bytes_max: u64,
 }
 
-/// Alignment of pinned segments: a request of a multiple of this many bytes starts at a multiple of
-/// it.
+/// Alignment of segments that blocks are cut from.
 pub const PIN_ALIGN: u64 = 4096;
 
 /// A contiguous range of pinned memory. Owned; dropping it without
 /// [`unpin`](HostBackend::unpin) leaks the memory and leaves it pinned.
 pub trait PinnedSegment: Send + Sync + 'static {
-    /// First address; see [`PIN_ALIGN`].
+    /// First address, a multiple of what was asked for.
     fn base(&self) -> Addr;
 
     /// Length in bytes, at least what was asked for.

@@ -171,6 +171,7 @@ fn scenario(backend: &MockBackend) -> Result<(), MockError> {
     backend.unreserve(range).map_err(back)?;
     let request = PinRequest {
         bytes: 2 * MIB,
+        align: 1,
         node: None,
         method: PinMethod::Allocate,
         piece_bytes_max: 2 * MIB,
