@@ -134,25 +134,41 @@ pub struct Settings {
 /// How policy `ours` grows expandable segments; keys of the settings string begin with `ours_`.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct OursSettings {
-    /// `ours_margin`: memory is moved rather than created once this fraction more is reserved than
-    /// was ever needed.
+    /// `ours_margin`, from 0 to 1 without 1: memory is moved rather than created once this fraction
+    /// more is reserved than was ever needed. Larger means fewer moves and more memory.
     pub margin: f64,
     /// `ours_margin_min_mb`, in bytes: but not below this much more.
     pub margin_bytes_min: u64,
-    /// `ours_handle_max_mb`, in bytes: the largest physical handle to create.
+    /// `ours_ahead`: within the margin, up to this many times the request is created at once.
+    pub ahead: u32,
+    /// `ours_batch_divisor`: where new memory is needed beyond the margin and never was so much in
+    /// use, at least this part of the most that was ever needed is created at once.
+    pub batch_divisor: u32,
+    /// `ours_handle_max_mb`, in bytes: the largest physical handle to create for usual growth. No
+    /// handle is much larger than the request it is created for.
     pub handle_bytes_max: u64,
+    /// `ours_handle_calm_mb`, in bytes: the largest one where memory only grows, as when weights are
+    /// loaded.
+    pub handle_bytes_calm: u64,
+    /// `ours_part_min_kb`, in bytes: the smallest free end of a partly used handle that is mapped
+    /// where it helps, unless nothing else avoids running out of memory.
+    pub part_bytes_min: u64,
     /// `ours_views_max`: places where one handle may be mapped at once; above, old ones are unmapped
-    /// when they are known to be unused.
+    /// when they are known to be unused, and no part of the handle moves.
     pub views_max: u32,
 }
 
 impl Default for OursSettings {
     fn default() -> Self {
         OursSettings {
-            margin: 0.004,
-            margin_bytes_min: 8 << 20,
+            margin: 0.006,
+            margin_bytes_min: 24 << 20,
+            ahead: 4,
+            batch_divisor: 400,
             handle_bytes_max: 10 << 20,
-            views_max: 4,
+            handle_bytes_calm: 32 << 20,
+            part_bytes_min: 1 << 20,
+            views_max: 8,
         }
     }
 }
