@@ -27,6 +27,8 @@ pub(crate) struct View {
     pub(crate) place: Place,
     /// The epoch in which bytes last left it.
     pub(crate) left: u64,
+    /// Whether it was made for a part of the handle.
+    pub(crate) partial: bool,
 }
 
 /// Bytes of a handle that belong to one of its views.
@@ -146,10 +148,10 @@ impl Layout {
         self.vacant.push(id);
     }
 
-    pub(crate) fn add_view(&mut self, id: HandleId, place: Place) {
+    pub(crate) fn add_view(&mut self, id: HandleId, place: Place, partial: bool) {
         let left = self.epoch;
         let handle = self.handle_mut(id);
-        handle.views.push(View { place, left });
+        handle.views.push(View { place, left, partial });
         let (bytes, views) = (handle.bytes, handle.views.len());
         self.views_most = self.views_most.max(views);
         let span = self.spans.get_mut(&place.base).expect("I10: the reservation exists");
@@ -277,9 +279,9 @@ mod tests {
     fn bytes_have_one_home() {
         let mut layout = layout();
         let id = layout.add_handle(4 * PAGE);
-        layout.add_view(id, place(0));
+        layout.add_view(id, place(0), false);
         layout.rehome(id, 0, 4 * PAGE, place(0));
-        layout.add_view(id, place(10));
+        layout.add_view(id, place(10), false);
         layout.rehome(id, 3 * PAGE, PAGE, place(10));
         let homes = |layout: &Layout| {
             layout[id].homes.iter().map(|h| (h.from, h.bytes, h.view)).collect::<Vec<_>>()
@@ -296,9 +298,9 @@ mod tests {
     fn gaps_are_what_no_view_covers() {
         let mut layout = layout();
         let (a, b) = (layout.add_handle(2 * PAGE), layout.add_handle(3 * PAGE));
-        layout.add_view(a, place(0));
-        layout.add_view(b, place(2));
-        layout.add_view(a, place(8));
+        layout.add_view(a, place(0), false);
+        layout.add_view(b, place(2), false);
+        layout.add_view(a, place(8), false);
         let gaps = |layout: &Layout| layout.gaps(Addr::new(PAGE)).collect::<Vec<_>>();
         assert_eq!(gaps(&layout), [(place(5).at, 3 * PAGE), (place(10).at, 90 * PAGE)]);
         let seen: Vec<_> = layout.views(Addr::new(PAGE), place(3).at, place(9).at).collect();

@@ -159,7 +159,7 @@ impl<B: VirtualMemory> HandleTable<B> {
                 Part::New(bytes) => layout.add_handle(*bytes),
                 Part::Known { handle, .. } => *handle,
             };
-            layout.add_view(id, Place { base, at });
+            layout.add_view(id, Place { base, at }, true);
             drop(layout);
             self.tokens.lock().pages.insert(id, page);
         }
@@ -250,7 +250,7 @@ impl<B: VirtualMemory> HandleStore<B::Error> for HandleTable<B> {
                 }
                 Part::Known { handle, from, moves, .. } => (*handle, *from, *moves),
             };
-            layout.add_view(id, place);
+            layout.add_view(id, place, bytes < part.bytes());
             layout.rehome(id, from, bytes, place);
         }
         drop(layout);

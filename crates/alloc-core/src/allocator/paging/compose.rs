@@ -1,6 +1,6 @@
 //! New ranges: which handles, old and new, to put side by side.
 
-use super::stock::Stock;
+use super::stock::{Piece, Stock};
 use crate::block::BlockIdx;
 use crate::handles::{HandleId, Layout, Part};
 use crate::heap::SegmentId;
@@ -65,8 +65,9 @@ pub(super) fn cut(bytes: u64, largest: u64) -> Vec<Part> {
 /// Free bytes at one end of a handle that is partly in use.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 struct End {
-    piece: usize,
     handle: HandleId,
+    /// Where they start in the handle.
+    from: u64,
     bytes: u64,
 }
 
@@ -137,24 +138,35 @@ impl Task<'_> {
         if self.class == SizeClass::Small && !self.desperate {
             return (tails, heads);
         }
-        for (at, piece) in self.stock.pieces.iter().enumerate() {
-            let handle = &self.layout[piece.handle];
+        for first in self.stock.firsts() {
+            let piece = &self.stock.pieces[first];
+            let (handle, id) = (&self.layout[piece.handle], piece.handle);
             let partly = piece.heap == 0
-                && piece.bytes >= self.part_bytes_min
-                && piece.bytes < handle.bytes
-                && !self.stock.is_idle(piece.handle, self.layout)
+                && !self.stock.is_idle(id, self.layout)
                 && handle.views.len() < self.views_max;
             if !partly {
                 continue;
             }
-            let end = End { piece: at, handle: piece.handle, bytes: piece.bytes };
-            if piece.from + piece.bytes == handle.bytes {
-                tails.push(end);
-            } else if piece.from == 0 {
-                heads.push(end);
+            let (mut head, mut tail) = (0, handle.bytes);
+            // What is free may be so in several views. The pieces are few and in no order.
+            while let Some(piece) = self.pieces(id).find(|p| p.from == head) {
+                head += piece.bytes;
+            }
+            while let Some(piece) = self.pieces(id).find(|p| p.from + p.bytes == tail) {
+                tail = piece.from;
+            }
+            if head >= self.part_bytes_min {
+                heads.push(End { handle: id, from: 0, bytes: head });
+            }
+            if handle.bytes - tail >= self.part_bytes_min {
+                tails.push(End { handle: id, from: tail, bytes: handle.bytes - tail });
             }
         }
         (tails, heads)
+    }
+
+    fn pieces(&self, handle: HandleId) -> impl Iterator<Item = &Piece> {
+        self.stock.of(handle).map(|at| &self.stock.pieces[at])
     }
 
     /// Fills a range with a tail, idle handles, new ones as far as these do not suffice, and a head.
@@ -198,15 +210,13 @@ impl Task<'_> {
 impl Plan {
     fn add_end(&mut self, task: &Task<'_>, end: Option<End>) {
         let Some(end) = end else { return };
-        let piece = &task.stock.pieces[end.piece];
         let bytes = task.layout[end.handle].bytes;
-        self.parts.push(Part::Known {
-            handle: end.handle,
-            bytes,
-            from: piece.from,
-            moves: piece.bytes,
-        });
-        self.pieces.push(end.piece);
+        let part = Part::Known { handle: end.handle, bytes, from: end.from, moves: end.bytes };
+        self.parts.push(part);
+        self.pieces.extend(task.stock.of(end.handle).filter(|at| {
+            let piece = &task.stock.pieces[*at];
+            piece.from >= end.from && piece.from < end.from + end.bytes
+        }));
     }
 
     fn add_idle(&mut self, task: &Task<'_>, handle: HandleId) {

@@ -8,6 +8,7 @@
 //! lock of the device.
 
 mod compose;
+mod heal;
 mod moves;
 mod stock;
 mod window;
@@ -189,7 +190,14 @@ impl<B: Backend> Shared<B> {
             let nothing = self.own_stock(store, cell, [u64::MAX; 2]);
             return self.extend(store, cell, request, &plan, &nothing, trace);
         }
-        let supply = self.supply(store, cell, terms)?;
+        let mut supply = self.supply(store, cell, terms)?;
+        if self.reunite(store, cell, &supply, trace) {
+            let served = self.edit(cell, trace, |body, ledger| body.serve(request, ledger));
+            if let Some(block) = served {
+                return Ok(Ok(block));
+            }
+            supply = self.supply(store, cell, terms)?;
+        }
         let window = {
             let state = cell.state.lock();
             let (heap, layout) = (&state.body.heap, store.layout());
@@ -387,7 +395,8 @@ fn handle_bytes_max(knobs: &OursSettings, request: &Request, unit: u64, calm: u3
     if request.class == SizeClass::Small {
         return unit;
     }
-    let usual = (request.rounded / unit * unit).min(knobs.handle_bytes_max).max(unit);
+    let share = request.rounded / u64::from(knobs.handle_share) / unit * unit;
+    let usual = share.min(knobs.handle_bytes_max).max(unit);
     let doublings = calm.saturating_sub(CALM_AFTER).min(16);
     let calm = (usual << doublings).min(knobs.handle_bytes_calm);
     usual.max(calm) / unit * unit

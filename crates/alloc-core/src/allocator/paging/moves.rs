@@ -28,28 +28,38 @@ impl<B: Backend> Shared<B> {
         supply: &Supply<B>,
         trace: &mut TraceBuffer,
     ) -> AllocResult<Result<HandedOut, Setback>, B> {
-        let pieces: Vec<usize> = window.iter().map(|back| back.piece).collect();
-        if !self.vacate(supply, &pieces, trace) {
+        if !self.bring(store, cell, window, supply, trace) {
             return Ok(Err(Setback::Interrupted));
         }
+        let served = self.edit(cell, trace, |body, ledger| body.serve(request, ledger));
+        Ok(served.ok_or(Setback::Interrupted))
+    }
+
+    /// Brings pieces to other views of theirs. Returns whether all of them still were free; if not,
+    /// everything is as before.
+    pub(super) fn bring(
+        &self,
+        store: &Store<B>,
+        cell: &HeapCell<B>,
+        window: &[Return],
+        supply: &Supply<B>,
+        trace: &mut TraceBuffer,
+    ) -> bool {
+        let pieces: Vec<usize> = window.iter().map(|back| back.piece).collect();
+        if !self.vacate(supply, &pieces, trace) {
+            return false;
+        }
         self.bring_home(store, cell, window, supply);
-        let served = self.edit(cell, trace, |body, ledger| {
-            let mut last = None;
+        self.edit(cell, trace, |body, ledger| {
             for back in window {
                 let bytes = supply.stock.pieces[back.piece].bytes;
                 let run = run_at(back.segment, back.at, bytes);
                 self.directory.register(run.addr, run.bytes, owner(cell, &run));
-                last = Some(body.heap.open_free(&run, ledger));
+                body.heap.open_free(&run, ledger);
             }
-            let block = last?;
-            if body.heap.blocks[block].bytes < request.rounded {
-                return None;
-            }
-            body.heap.remove_free(block);
-            Some(body.hand_out(block, request, ledger))
         });
         self.note_moves(cell, window.len());
-        Ok(served.ok_or(Setback::Interrupted))
+        true
     }
 
     fn bring_home(

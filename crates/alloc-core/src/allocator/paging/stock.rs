@@ -113,13 +113,16 @@ impl Stock {
         self.of(handle).map(|at| self.pieces[at].age).min().unwrap_or(0)
     }
 
+    /// The position of one piece of every handle.
+    pub(super) fn firsts(&self) -> impl Iterator<Item = usize> {
+        let is_first = |at: &usize| self.handles[self.pieces[*at].handle.index()].0 == *at as u32;
+        (0..self.pieces.len()).filter(is_first)
+    }
+
     /// The handles without a byte in use.
     pub(super) fn idle(&self, layout: &Layout) -> Vec<HandleId> {
-        let first = |(at, piece): &(usize, &Piece)| {
-            self.handles[piece.handle.index()].0 == *at as u32 && self.is_idle(piece.handle, layout)
-        };
-        let pieces = self.pieces.iter().enumerate().filter(first);
-        pieces.map(|(_, piece)| piece.handle).collect()
+        let handles = self.firsts().map(|at| self.pieces[at].handle);
+        handles.filter(|handle| self.is_idle(*handle, layout)).collect()
     }
 }
 

@@ -3,7 +3,7 @@
 
 use super::stock::{Piece, Stock};
 use crate::block::BlockIdx;
-use crate::handles::Layout;
+use crate::handles::{HandleId, Layout};
 use crate::heap::{Heap, SegmentId};
 use crate::size_class::SizeClass;
 use crate::units::Addr;
@@ -30,11 +30,13 @@ struct Stretch {
     end: Addr,
 }
 
-/// Order of preference: few moves, then a tight fit.
-type Score = (usize, u64);
+/// Order of preference: few bytes of handles that are idle, so that those stay whole; few moves; a
+/// tight fit.
+type Score = (u64, usize, u64);
 
-pub(super) struct Search<'a> {
+struct Search<'a> {
     stock: &'a Stock,
+    layout: &'a Layout,
     wanted: u64,
     stretch: Stretch,
     best: Option<(Score, Vec<Return>)>,
@@ -48,7 +50,7 @@ pub(super) fn find(
     class: SizeClass,
     wanted: u64,
 ) -> Option<Vec<Return>> {
-    let mut search = Search { stock, wanted, stretch: Stretch::default(), best: None };
+    let mut search = Search { stock, layout, wanted, stretch: Stretch::default(), best: None };
     for hole in heap.classes[class.index()].unmapped.values() {
         search.walk(heap, layout, *hole);
     }
@@ -67,7 +69,6 @@ impl Search<'_> {
             self.add(Item::Free(below), free.addr, free.bytes);
         }
         for (view, handle) in layout.views(base, block.addr, block.end()) {
-            let first = self.stretch.items.len();
             let mut from = 0;
             // The pieces of a handle are few and in no order.
             while let Some((at, piece)) = self.next_piece(handle, from) {
@@ -78,7 +79,6 @@ impl Search<'_> {
                 }
                 from = piece.from + piece.bytes;
             }
-            debug_assert!(first <= self.stretch.items.len() || self.stretch.bytes > 0);
         }
         if let Some(above) = above {
             let free = &heap.blocks[above];
@@ -86,7 +86,7 @@ impl Search<'_> {
         }
     }
 
-    fn next_piece(&self, handle: crate::handles::HandleId, from: u64) -> Option<(usize, Piece)> {
+    fn next_piece(&self, handle: HandleId, from: u64) -> Option<(usize, Piece)> {
         let pieces = self.stock.of(handle).map(|at| (at, self.stock.pieces[at]));
         pieces.filter(|(_, piece)| piece.from >= from).min_by_key(|(_, piece)| piece.from)
     }
@@ -144,15 +144,18 @@ impl Search<'_> {
     }
 
     fn offer(&mut self, items: &[(Item, u64)], bytes: u64) {
-        let moves = items.iter().filter(|(item, _)| matches!(item, Item::Away(_))).count();
-        let score = (moves, bytes);
-        if self.best.as_ref().is_some_and(|(best, _)| *best <= score) {
-            return;
+        let returns = || {
+            items.iter().filter_map(|(item, bytes)| match item {
+                Item::Away(back) => Some((back, *bytes)),
+                Item::Free(_) => None,
+            })
+        };
+        let is_idle =
+            |back: &Return| self.stock.is_idle(self.stock.pieces[back.piece].handle, self.layout);
+        let idle = returns().filter(|(back, _)| is_idle(back)).map(|(_, bytes)| bytes).sum();
+        let score = (idle, returns().count(), bytes);
+        if self.best.as_ref().is_none_or(|(best, _)| score < *best) {
+            self.best = Some((score, returns().map(|(back, _)| *back).collect()));
         }
-        let returns = items.iter().filter_map(|(item, _)| match item {
-            Item::Away(back) => Some(*back),
-            Item::Free(_) => None,
-        });
-        self.best = Some((score, returns.collect()));
     }
 }
