@@ -45,14 +45,19 @@ impl CudaAllocator {
     /// # Errors
     /// As [`new`](Self::new).
     pub fn on(backend: CudaBackend, config: Config) -> Result<CudaAllocator, CudaAllocError> {
-        if config.settings.expandable_segments {
-            for device in (0..backend.device_count()).map(DeviceId::new) {
-                if !backend.has_virtual_memory(device).map_err(cannot_start)? {
-                    return Err(cannot_start(CudaError::NoVirtualMemory { device }));
-                }
+        let mut lacking = None;
+        for device in (0..backend.device_count()).map(DeviceId::new) {
+            if !backend.has_virtual_memory(device).map_err(cannot_start)? {
+                lacking = Some(device);
             }
         }
-        let inner = CachingAllocator::with_virtual_memory(backend, config)?;
+        let inner = match lacking {
+            None => CachingAllocator::with_virtual_memory(backend, config)?,
+            Some(device) if config.settings.expandable_segments == Some(true) => {
+                return Err(cannot_start(CudaError::NoVirtualMemory { device }));
+            }
+            Some(_) => CachingAllocator::new(backend, config)?,
+        };
         Ok(CudaAllocator { inner })
     }
 

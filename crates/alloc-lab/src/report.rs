@@ -6,6 +6,7 @@ use alloc_core::Bytes;
 use comfy_table::{Cell, CellAlignment, Table};
 use serde::Serialize;
 
+use crate::bench::{BenchRow, Figures, Subject, ThreadFigures};
 use crate::configuration::Configuration;
 use crate::fit::Fit;
 use crate::replay::{Feed, Outcome};
@@ -275,6 +276,50 @@ pub fn fit_table(rows: &[FitRow]) -> String {
         ]);
     }
     table.trim_fmt()
+}
+
+/// The table of benchmarks, each row the median of its rounds.
+pub fn bench_table(subject: &Subject, rows: &[BenchRow]) -> String {
+    let mut table = new_table(&["measured", "result", "p50 ns", "p99 ns", "max µs", "reserved"]);
+    for row in rows {
+        table.add_row(bench_cells(&row.figures));
+    }
+    let (label, api) = (subject.configuration.label(), subject.api.name());
+    format!("{label}, {api} interface, {} device\n{}", subject.backend.name(), table.trim_fmt())
+}
+
+fn bench_cells(figures: &Figures) -> Vec<Cell> {
+    let threads = |name: &str, figures: &ThreadFigures| {
+        let what = format!("{name}: {}", figures.threads);
+        (what, format!("{:.2} M steps/s", figures.mega_steps_per_s), Some(figures.reserved_peak))
+    };
+    let mut times = [const { String::new() }; 3];
+    let (what, result, reserved) = match figures {
+        Figures::Pingpong { bytes, ns_per_pair } => {
+            (format!("pingpong: {}", Bytes(*bytes)), format!("{ns_per_pair:.1} ns/pair"), None)
+        }
+        Figures::Churn { slots, maxlog, ns_per_step, reserved_peak } => {
+            let (slots, to) = (Thousands((*slots).into()), Bytes(1 << maxlog));
+            let what = format!("churn: {slots} slots to {to}");
+            (what, format!("{ns_per_step:.1} ns/step"), Some(*reserved_peak))
+        }
+        Figures::Threads(figures) => threads("threads", figures),
+        Figures::Shared(figures) => threads("shared", figures),
+        Figures::Live { blocks, ns_per_pair, ns_per_drawn_pair, reserved_peak } => {
+            let what = format!("live: {} others", Thousands((*blocks).into()));
+            let result = format!("{ns_per_pair:.1} ns/pair, drawn {ns_per_drawn_pair:.1}");
+            (what, result, Some(*reserved_peak))
+        }
+        Figures::Replay { file, total_ms, p50_ns, p99_ns, max_us, reserved_peak, .. } => {
+            times = [format!("{p50_ns:.0}"), format!("{p99_ns:.0}"), format!("{max_us:.1}")];
+            (format!("replay: {file}"), format!("{total_ms:.2} ms"), Some(*reserved_peak))
+        }
+    };
+    let reserved = reserved.and_then(|bytes| u64::try_from(bytes).ok());
+    let mut cells = vec![Cell::new(what), number(result)];
+    cells.extend(times.map(number));
+    cells.push(number(reserved.map(memory).unwrap_or_default()));
+    cells
 }
 
 fn heading(workload: &Workload) -> String {
