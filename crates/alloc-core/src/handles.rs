@@ -395,6 +395,19 @@ impl<B: VirtualMemory> Pager<B::Error> for HandleTable<B> {
         }
     }
 
+    fn mapped(&self, device: DeviceId) -> BTreeMap<(Addr, u64), Vec<(Addr, u64)>> {
+        let state = self.state.lock();
+        let mine = state.reserved.iter().filter(|(_, reserved)| reserved.device == device);
+        mine.map(|(base, reserved)| {
+            let homes = reserved.views.iter().filter_map(|(at, id)| {
+                let handle = &state.handles[id];
+                (handle.home == Place { base: *base, at: *at }).then_some((*at, handle.bytes))
+            });
+            ((*base, reserved.token.bytes()), homes.collect())
+        })
+        .collect()
+    }
+
     fn unreserve(&self, base: Addr) -> Result<(), PagerError<B::Error>> {
         let places: Vec<_> = self.state.lock().reserved[&base].views.keys().copied().collect();
         for at in places {

@@ -1,4 +1,4 @@
-//! Backend-generic caching memory allocators.
+#![doc = include_str!("../README.md")]
 #![forbid(unsafe_code)]
 
 mod allocator;

@@ -45,19 +45,16 @@ impl CudaAllocator {
     /// # Errors
     /// As [`new`](Self::new).
     pub fn on(backend: CudaBackend, config: Config) -> Result<CudaAllocator, CudaAllocError> {
-        let mut lacking = None;
         for device in (0..backend.device_count()).map(DeviceId::new) {
-            if !backend.has_virtual_memory(device).map_err(cannot_start)? {
-                lacking = Some(device);
+            if backend.has_virtual_memory(device).map_err(cannot_start)? {
+                continue;
             }
-        }
-        let inner = match lacking {
-            None => CachingAllocator::with_virtual_memory(backend, config)?,
-            Some(device) if config.settings.expandable_segments == Some(true) => {
+            if config.settings.expandable_segments == Some(true) {
                 return Err(cannot_start(CudaError::NoVirtualMemory { device }));
             }
-            Some(_) => CachingAllocator::new(backend, config)?,
-        };
+            return Ok(CudaAllocator { inner: CachingAllocator::new(backend, config)? });
+        }
+        let inner = CachingAllocator::with_virtual_memory(backend, config)?;
         Ok(CudaAllocator { inner })
     }
 

@@ -130,6 +130,9 @@ struct Device<B: Backend> {
     /// Held by whoever obtains memory from the backend or gives it back. Re-entrant, because a
     /// backend may call the allocator.
     growth: ReentrantMutex<()>,
+    /// Whether the holder of the growth lock is mapping or unmapping pages. A backend that calls the
+    /// allocator from there gets no pages mapped or unmapped.
+    paging: AtomicBool,
     events: EventQueue<B>,
 }
 
@@ -149,6 +152,12 @@ impl<B: Backend> Device<B> {
         self.reserved.load(Ordering::Relaxed)
     }
 
+    /// The right to map and unmap pages, under the growth lock; `None` from within a call of the
+    /// backend that does so already.
+    fn begin_paging(&self) -> Option<PagingTurn<'_>> {
+        (!self.paging.swap(true, Ordering::Relaxed)).then(|| PagingTurn(&self.paging))
+    }
+
     /// The heaps, in flush order.
     fn heaps(&self) -> Vec<Arc<HeapCell<B>>> {
         self.heaps.read().values().cloned().collect()
@@ -162,9 +171,19 @@ impl<B: Backend> Device<B> {
     }
 }
 
+/// See [`Device::begin_paging`].
+struct PagingTurn<'a>(&'a AtomicBool);
+
+impl Drop for PagingTurn<'_> {
+    fn drop(&mut self) {
+        self.0.store(false, Ordering::Relaxed);
+    }
+}
+
 type HeapMap<B> = BTreeMap<(PoolId, StreamId), Arc<HeapCell<B>>>;
 type Callback = Arc<dyn Fn(DeviceId) -> bool + Send + Sync>;
 type Observer = Arc<dyn Fn(&OomReport) + Send + Sync>;
+
 /// What backs expandable segments.
 enum Paging<B: Backend> {
     /// Pages of one size, created when mapped and destroyed when unmapped: policy `pytorch`.
@@ -323,6 +342,7 @@ impl<B: Backend> Device<B> {
             heaps: RwLock::new(BTreeMap::new()),
             default_pool: Arc::new(PoolShared::new(PoolId::DEFAULT, false)),
             growth: ReentrantMutex::new(()),
+            paging: AtomicBool::new(false),
             events: EventQueue::new(config.event_order),
         }
     }
@@ -517,6 +537,11 @@ impl<B: Backend> CachingAllocator<B> {
         *self.shared.settings.lock() = settings;
         self.shared.renew_rules();
         Ok(())
+    }
+
+    /// Whether requests use and grow expandable segments now.
+    pub fn expandable_segments(&self) -> bool {
+        self.shared.rules(&self.shared.settings.lock(), false).expandable
     }
 
     /// Turns expandable segments on or off for later requests (spec §4.9).

@@ -152,6 +152,11 @@ impl<B: Backend> Shared<B> {
             Err(shortage) => return Ok(Err(Setback::Shortage(shortage))),
         };
         let left = site.left.map_or(0, |(_, bytes)| bytes);
+        if left >= request.rounded {
+            // Freed by another thread since the heap was searched.
+            let found = self.search(cell, request, trace);
+            return Ok(found.ok_or(Setback::Interrupted));
+        }
         let need = (request.rounded - left).next_multiple_of(unit);
         let headroom = line.saturating_sub(device.reserved()) / unit * unit;
         let largest = self.handle_bytes_max(request, unit);

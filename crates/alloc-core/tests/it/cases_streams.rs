@@ -28,7 +28,7 @@ fn case_a1_a_busy_stream_hides_nothing_of_an_idle_one() {
 
 /// A copy on a side stream read memory that had been handed out again, because the program had not
 /// said that the stream used it. The allocator is right both times: without `record_stream` the
-/// block comes back at once, with it only after the stream.
+/// block comes back at once, with it only after the stream (I7).
 #[test]
 fn case_a2_only_a_recorded_stream_keeps_the_block() {
     for policy in BOTH {
@@ -160,7 +160,8 @@ fn case_a9_a_finished_stream_is_enough() {
     }
 }
 
-/// Several streams used the block: it comes back with the last of them, whichever that is.
+/// Several streams used the block: it comes back with the last of their events (I5), whichever that
+/// is.
 #[test]
 fn a_block_waits_for_every_stream_that_used_it() {
     for (first, last) in [(1, 2), (2, 1)] {
