@@ -86,13 +86,25 @@ impl Setting {
 pub(super) struct Device {
     /// Memory of the simulated device: bytes, or a number with K, M, G, T (or KiB, MiB, GiB, TiB)
     /// for powers of 1024, with KB, MB, GB, TB for powers of 1000. The default is that of an NVIDIA
-    /// H200
-    #[arg(long, value_name = "SIZE", value_parser = parse_capacity, default_value_t = DEFAULT_CAPACITY)]
-    pub(super) capacity: u64,
+    /// H200, 150109880320
+    #[arg(long, value_name = "SIZE", value_parser = parse_capacity)]
+    capacity: Option<u64>,
 
     /// Let the simulated driver choose addresses even if the trace has recorded ones
     #[arg(long)]
     pub(super) no_feed: bool,
+}
+
+impl Device {
+    /// Its memory in bytes.
+    pub(super) fn capacity(&self) -> u64 {
+        self.capacity.unwrap_or(DEFAULT_CAPACITY)
+    }
+
+    /// Whether options were given that only a simulated device has.
+    pub(super) fn is_described(&self) -> bool {
+        self.capacity.is_some() || self.no_feed
+    }
 }
 
 /// Replay workloads and show what allocators make of them
@@ -111,6 +123,11 @@ pub(super) struct Device {
 /// `stall` is the time that the program would wait in driver calls, by the costs measured on an
 /// NVIDIA H200. `ns/op` is the host time of an allocator call on this machine, simulated driver
 /// included, measured in passes of their own.
+///
+/// With `--backend cuda` the first GPU does the work: nobody judges, `stall` is measured, and what
+/// the simulator would have said about the reserved peak stands beside what it was. Segments lie
+/// where the driver puts them, which decides between free blocks of one size; so the simulator is
+/// also asked with those addresses.
 #[derive(Debug, Args)]
 #[command(after_long_help = "\
 Examples:
@@ -131,6 +148,10 @@ pub(super) struct ReplayArgs {
 
     #[command(flatten)]
     pub(super) device: Device,
+
+    /// What runs the driver calls
+    #[arg(long, value_enum, default_value_t = BackendName::Mock)]
+    pub(super) backend: BackendName,
 
     /// Draw requested and reserved memory over the run, one panel for each FILE
     #[arg(long, value_name = "FILE.svg")]
