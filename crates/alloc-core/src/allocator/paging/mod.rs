@@ -226,7 +226,12 @@ impl<B: Backend> Shared<B> {
                 batch: self.within_limit(device, batch, 0),
                 handle_bytes_max: terms.handle_bytes_max,
                 part_bytes_min: least_part(terms),
-                views_max: terms.knobs.views_max as usize,
+                // Views are dropped again at leisure.
+                views_max: if terms.desperate {
+                    usize::MAX
+                } else {
+                    terms.knobs.views_max as usize
+                },
                 desperate: terms.desperate,
             };
             task.compose(&behind, &apart)
