@@ -233,7 +233,7 @@ impl<B: Backend> Shared<B> {
             let hole = body.heap.commit_unmap(block.index, &run, ledger);
             (hole, !body.heap.blocks[hole].is_split())
         });
-        if !empty {
+        if !empty || self.is_pinned() {
             return Ok(());
         }
         // Nothing is left of the segment but address space. Holes change under the growth lock only,
@@ -244,6 +244,14 @@ impl<B: Backend> Shared<B> {
             .map_err(|error| AllocError::Backend { op: error.op, source: error.source })?;
         cell.state.lock().body.heap.forget_reservation(hole);
         Ok(())
+    }
+
+    /// Whether a range is being made in some reservation.
+    fn is_pinned(&self) -> bool {
+        match &self.paging {
+            Some(Paging::Handles(store)) => store.layout().is_pinned(),
+            _ => false,
+        }
     }
 
     /// Waits for everything queued on a stream so far.

@@ -68,6 +68,14 @@ impl Handle {
     }
 }
 
+/// A view that is being unmapped.
+#[derive(Debug)]
+pub(crate) struct TakenView {
+    handle: HandleId,
+    view: View,
+    pub(crate) bytes: u64,
+}
+
 /// The address space of one reservation.
 #[derive(Debug)]
 struct Span {
@@ -77,6 +85,11 @@ struct Span {
 }
 
 impl Span {
+    fn has_gap(&self, at: Addr, bytes: u64) -> bool {
+        let gap = self.gaps.range(..=at).next_back();
+        gap.is_some_and(|(start, length)| at + bytes <= *start + *length)
+    }
+
     fn cut_gap(&mut self, at: Addr, bytes: u64) {
         let (start, length) = self.gaps.range(..=at).next_back().expect("E4: views are disjoint");
         let (start, end) = (*start, *start + *length);
@@ -116,6 +129,8 @@ pub(crate) struct Layout {
     largest: u64,
     /// At least the number of views of every handle.
     views_most: usize,
+    /// Ranges that are being made.
+    pins: u32,
 }
 
 impl Layout {
@@ -141,33 +156,91 @@ impl Layout {
         HandleId(u32::try_from(self.handles.len() - 1).expect("fewer than 2^32 handles"))
     }
 
-    /// Forgets a handle without views.
-    pub(crate) fn remove_handle(&mut self, id: HandleId) {
-        debug_assert!(self[id].views.is_empty());
-        self.handles[id.index()] = None;
-        self.vacant.push(id);
+    /// Takes a range in which nothing is mapped out of the gaps, so that nobody else uses it while it
+    /// is being mapped, and keeps all reservations meanwhile. Returns whether it was to be had.
+    #[must_use]
+    pub(crate) fn claim(&mut self, base: Addr, at: Addr, bytes: u64) -> bool {
+        let span = self.spans.get_mut(&base);
+        let Some(span) = span.filter(|span| span.has_gap(at, bytes)) else { return false };
+        span.cut_gap(at, bytes);
+        self.pins += 1;
+        true
     }
 
+    /// Ends a [`claim`](Self::claim): what has no view now is a gap again.
+    pub(crate) fn release_claim(&mut self, base: Addr, at: Addr, bytes: u64) {
+        self.pins -= 1;
+        let mut cursor = at;
+        let views: Vec<_> =
+            self.views(base, at, at + bytes).map(|(view, id)| (view, self[id].bytes)).collect();
+        let span = self.spans.get_mut(&base).expect("E1: a pinned reservation stays");
+        for (view, length) in views {
+            if cursor < view {
+                span.widen_gap(cursor, view - cursor);
+            }
+            cursor = view + length;
+        }
+        if cursor < at + bytes {
+            span.widen_gap(cursor, at + bytes - cursor);
+        }
+    }
+
+    /// Whether a range is being made, so that no reservation may go.
+    pub(crate) const fn is_pinned(&self) -> bool {
+        self.pins > 0
+    }
+
+    /// Adds a view to a range that is claimed.
     pub(crate) fn add_view(&mut self, id: HandleId, place: Place, partial: bool) {
         let left = self.epoch;
         let handle = self.handle_mut(id);
         handle.views.push(View { place, left, partial });
-        let (bytes, views) = (handle.bytes, handle.views.len());
+        let views = handle.views.len();
         self.views_most = self.views_most.max(views);
         let span = self.spans.get_mut(&place.base).expect("I10: the reservation exists");
-        span.cut_gap(place.at, bytes);
         span.views.insert(place.at, id);
     }
 
-    /// Forgets the view at `place`. Returns its handle.
-    pub(crate) fn remove_view(&mut self, place: Place) -> HandleId {
-        let span = self.spans.get_mut(&place.base).expect("I10: the reservation exists");
-        let id = span.views.remove(&place.at).expect("I10: the view exists");
+    /// Takes the view at `place` away if `choose` still wants that. It can be put back with what this
+    /// returns; its address space is claimed until [`free_view`](Self::free_view).
+    pub(crate) fn take_view(
+        &mut self,
+        place: Place,
+        choose: impl Fn(&Handle, &View) -> bool,
+    ) -> Option<TakenView> {
+        let span = self.spans.get_mut(&place.base)?;
+        let id = *span.views.get(&place.at)?;
         let handle = self.handles[id.index()].as_mut().expect("I10: the handle exists");
-        handle.views.retain(|view| view.place != place);
+        let at = handle.views.iter().position(|view| view.place == place)?;
+        if !choose(handle, &handle.views[at]) {
+            return None;
+        }
+        let view = handle.views.remove(at);
+        span.views.remove(&place.at);
+        Some(TakenView { handle: id, view, bytes: handle.bytes })
+    }
+
+    pub(crate) fn put_view(&mut self, taken: TakenView) {
+        self.handle_mut(taken.handle).views.push(taken.view);
+        let span = self.spans.get_mut(&taken.view.place.base);
+        let span = span.expect("I10: the reservation exists");
+        span.views.insert(taken.view.place.at, taken.handle);
+    }
+
+    /// Ends the claim of a view that is unmapped now. Returns its handle if that was the last one; the
+    /// handle is forgotten then.
+    pub(crate) fn free_view(&mut self, taken: &TakenView) -> Option<HandleId> {
+        let place = taken.view.place;
+        let span = self.spans.get_mut(&place.base).expect("I10: the reservation exists");
+        span.widen_gap(place.at, taken.bytes);
+        let handle = self.handle_mut(taken.handle);
         handle.homes.retain(|home| home.view != place);
-        span.widen_gap(place.at, handle.bytes);
-        id
+        let last = handle.views.is_empty();
+        if last {
+            self.handles[taken.handle.index()] = None;
+            self.vacant.push(taken.handle);
+        }
+        last.then_some(taken.handle)
     }
 
     /// Makes `bytes` of a handle, `from` its start on, belong to the view at `place`.
@@ -224,9 +297,13 @@ impl Layout {
         to: Addr,
     ) -> impl Iterator<Item = (Addr, HandleId)> {
         let views = &self.spans[&base].views;
-        let first = views.range(..=from).next_back();
-        let first = first.filter(|(at, id)| **at + self[**id].bytes > from).map(|(at, _)| *at);
-        views.range(first.unwrap_or(from)..to).map(|(at, id)| (*at, *id))
+        let first = views.range(..=from).next_back().map(|(at, id)| (*at, *id, self[*id].bytes));
+        let first = first.filter(|(at, _, bytes)| *at + *bytes > from);
+        let next = first.map_or(from, |(at, _, bytes)| at + bytes);
+        // Most often one view covers the whole range.
+        let rest = (next < to).then(|| views.range(next..to));
+        let rest = rest.into_iter().flatten().map(|(at, id)| (*at, *id));
+        first.map(|(at, id, _)| (at, id)).into_iter().chain(rest)
     }
 
     /// The stretches of a reservation in which nothing is mapped, by address.
@@ -275,13 +352,33 @@ mod tests {
         layout
     }
 
+    fn map(layout: &mut Layout, id: HandleId, page: u64) {
+        let (Place { base, at }, bytes) = (place(page), layout[id].bytes);
+        assert!(layout.claim(base, at, bytes));
+        layout.add_view(id, place(page), false);
+        layout.release_claim(base, at, bytes);
+    }
+
+    #[test]
+    fn a_claim_returns_what_was_not_used() {
+        let mut layout = layout();
+        let id = layout.add_handle(2 * PAGE);
+        let base = Addr::new(PAGE);
+        assert!(layout.claim(base, place(0).at, 10 * PAGE));
+        assert!(layout.is_pinned() && !layout.claim(base, place(9).at, PAGE));
+        layout.add_view(id, place(4), false);
+        layout.release_claim(base, place(0).at, 10 * PAGE);
+        let gaps: Vec<_> = layout.gaps(base).collect();
+        assert_eq!(gaps, [(place(0).at, 4 * PAGE), (place(6).at, 94 * PAGE)]);
+    }
+
     #[test]
     fn bytes_have_one_home() {
         let mut layout = layout();
         let id = layout.add_handle(4 * PAGE);
-        layout.add_view(id, place(0), false);
+        map(&mut layout, id, 0);
         layout.rehome(id, 0, 4 * PAGE, place(0));
-        layout.add_view(id, place(10), false);
+        map(&mut layout, id, 10);
         layout.rehome(id, 3 * PAGE, PAGE, place(10));
         let homes = |layout: &Layout| {
             layout[id].homes.iter().map(|h| (h.from, h.bytes, h.view)).collect::<Vec<_>>()
@@ -298,15 +395,18 @@ mod tests {
     fn gaps_are_what_no_view_covers() {
         let mut layout = layout();
         let (a, b) = (layout.add_handle(2 * PAGE), layout.add_handle(3 * PAGE));
-        layout.add_view(a, place(0), false);
-        layout.add_view(b, place(2), false);
-        layout.add_view(a, place(8), false);
+        map(&mut layout, a, 0);
+        map(&mut layout, b, 2);
+        map(&mut layout, a, 8);
         let gaps = |layout: &Layout| layout.gaps(Addr::new(PAGE)).collect::<Vec<_>>();
         assert_eq!(gaps(&layout), [(place(5).at, 3 * PAGE), (place(10).at, 90 * PAGE)]);
         let seen: Vec<_> = layout.views(Addr::new(PAGE), place(3).at, place(9).at).collect();
         assert_eq!(seen, [(place(2).at, b), (place(8).at, a)]);
-        assert_eq!(layout.remove_view(place(2)), b);
-        assert_eq!(layout.remove_view(place(8)), a);
+        let taken = layout.take_view(place(2), |_, _| true).unwrap();
+        assert!(!layout.claim(Addr::new(PAGE), place(5).at, 4 * PAGE));
+        assert_eq!(layout.free_view(&taken), Some(b));
+        let taken = layout.take_view(place(8), |_, _| true).unwrap();
+        assert_eq!(layout.free_view(&taken), None);
         assert_eq!(gaps(&layout), [(place(2).at, 98 * PAGE)]);
     }
 }

@@ -50,7 +50,7 @@ pub(crate) trait HandleStore<E>: Pager<E> {
     fn layout(&self) -> MutexGuard<'_, Layout>;
 
     /// Backs the range from `at` on with `parts`, one after the other, and makes this the home of what
-    /// they bring; or does nothing at all. Nothing may be mapped in the range.
+    /// they bring; or does nothing at all. The range is claimed.
     fn back(&self, base: Addr, at: Addr, parts: &[Part]) -> Result<(), PagerError<E>>;
 
     /// Unmaps views that no byte belongs to in the reservations `bases`, of handles with more than
@@ -177,24 +177,21 @@ impl<B: VirtualMemory> HandleTable<B> {
         })
     }
 
-    /// Unmaps a view. With its last one a handle goes back to the backend.
-    fn drop_view(&self, place: Place) -> Result<(), PagerError<B::Error>> {
+    /// Unmaps the view at `place`, if `choose` wants that of it. With its last one a handle goes back
+    /// to the backend.
+    fn drop_view(
+        &self,
+        place: Place,
+        choose: impl Fn(&layout::Handle, &layout::View) -> bool,
+    ) -> Result<(), PagerError<B::Error>> {
+        let Some(taken) = self.layout.lock().take_view(place, choose) else { return Ok(()) };
         let (token, device) = self.reservation(place.base);
-        let bytes = {
-            let layout = self.layout.lock();
-            let view = layout.views(place.base, place.at, place.at + 1).next();
-            layout[view.expect("I10: the view exists").1].bytes
-        };
-        self.backend.unmap(&token, place.at, bytes).map_err(fault(BackendOp::Unmap))?;
-        let gone = {
-            let mut layout = self.layout.lock();
-            let id = layout.remove_view(place);
-            let last = layout[id].views.is_empty();
-            last.then(|| {
-                layout.remove_handle(id);
-                id
-            })
-        };
+        let unmapped = self.backend.unmap(&token, place.at, taken.bytes);
+        if let Err(source) = unmapped {
+            self.layout.lock().put_view(taken);
+            return Err(fault(BackendOp::Unmap)(source));
+        }
+        let gone = self.layout.lock().free_view(&taken);
         let page = gone.and_then(|id| self.tokens.lock().pages.remove(&id));
         match page.and_then(Arc::into_inner) {
             Some(page) => self.destroy(device, page),
@@ -213,9 +210,9 @@ impl<B: VirtualMemory> HandleTable<B> {
             layout[id].views.iter().map(|view| view.place).filter(|at| *at != home).collect()
         };
         for place in views {
-            self.drop_view(place)?;
+            self.drop_view(place, |_, _| true)?;
         }
-        self.drop_view(home)
+        self.drop_view(home, |_, _| true)
     }
 
     /// Views that match, each with its place.
@@ -257,22 +254,14 @@ impl<B: VirtualMemory> HandleStore<B::Error> for HandleTable<B> {
     }
 
     fn trim(&self, bases: &[Addr], most: usize, epoch: u64) {
-        let surplus = {
-            let layout = self.layout.lock();
-            let crowded = layout.handles().filter(|(_, handle)| handle.views.len() > most);
-            let surplus = crowded.flat_map(|(_, handle)| {
-                let old = |view: &&layout::View| {
-                    !handle.is_home(view.place)
-                        && view.left <= epoch
-                        && bases.contains(&view.place.base)
-                };
-                let count = handle.views.len() - most;
-                handle.views.iter().filter(old).take(count).map(|view| view.place)
-            });
-            surplus.collect::<Vec<_>>()
+        let old = |handle: &layout::Handle, view: &layout::View| {
+            handle.views.len() > most
+                && !handle.is_home(view.place)
+                && view.left <= epoch
+                && bases.contains(&view.place.base)
         };
-        for place in surplus {
-            let _ = self.drop_view(place);
+        for place in self.views_where(old) {
+            let _ = self.drop_view(place, old);
         }
     }
 }
@@ -302,9 +291,10 @@ impl<B: VirtualMemory> Pager<B::Error> for HandleTable<B> {
     }
 
     fn tidy(&self, device: DeviceId) {
-        for place in self.views_where(|handle, _| handle.homes.is_empty()) {
+        let left_over = |handle: &layout::Handle, _: &layout::View| handle.homes.is_empty();
+        for place in self.views_where(left_over) {
             if self.reservation(place.base).1 == device {
-                let _ = self.drop_view(place);
+                let _ = self.drop_view(place, left_over);
             }
         }
         let strays = std::mem::take(&mut self.tokens.lock().strays);
@@ -337,7 +327,7 @@ impl<B: VirtualMemory> Pager<B::Error> for HandleTable<B> {
 
     fn unreserve(&self, base: Addr) -> Result<(), PagerError<B::Error>> {
         for place in self.views_where(|_, view| view.place.base == base) {
-            self.drop_view(place)?;
+            self.drop_view(place, |_, _| true)?;
         }
         let reserved = self.tokens.lock().reserved.remove(&base);
         let Reserved { token, device } = reserved.expect("I10: the reservation exists");
@@ -406,8 +396,10 @@ impl<B: VirtualMemory> Drop for HandleTable<B> {
     /// Best effort: a backend that is gone already has taken everything with it.
     fn drop(&mut self) {
         let views = self.views_where(|_, _| true);
-        let is_stuck =
-            |place: &Place| self.drop_view(*place).is_err_and(|error| error.op == BackendOp::Unmap);
+        let is_stuck = |place: &Place| {
+            let dropped = self.drop_view(*place, |_, _| true);
+            dropped.is_err_and(|error| error.op == BackendOp::Unmap)
+        };
         let stuck: Vec<Addr> = views.into_iter().filter(is_stuck).map(|at| at.base).collect();
         let tokens = self.tokens.get_mut();
         let strays = std::mem::take(&mut tokens.strays);

@@ -75,6 +75,9 @@ impl Task<'_> {
     /// The range to make where idle memory has to help: one that continues the free block of `behind`,
     /// or one of its own at `apart`, whichever brings more.
     pub(super) fn compose(&self, behind: &Site, apart: &Site) -> Plan {
+        if let Some(plan) = self.lend(apart) {
+            return plan;
+        }
         let idle = self.idle_by_age();
         let (tails, heads) = self.ends();
         let need = self.wanted - behind.left_bytes();
@@ -98,6 +101,24 @@ impl Task<'_> {
             let heads: Vec<_> = heads.into_iter().filter(|h| !in_left(&h.handle)).collect();
             self.fill(behind, None, near, &heads)
         }
+    }
+
+    /// For a small request, when nothing else is left: any one piece that is large enough. Those of its
+    /// own class it would have found.
+    fn lend(&self, site: &Site) -> Option<Plan> {
+        if self.class != SizeClass::Small || !self.desperate {
+            return None;
+        }
+        let pieces = self.stock.pieces.iter().enumerate();
+        let fits = pieces.filter(|(_, piece)| {
+            let views = self.layout[piece.handle].views.len();
+            piece.heap == 0 && piece.bytes >= self.wanted && views < self.views_max
+        });
+        let (piece, _) = fits.min_by_key(|(_, piece)| (piece.bytes, piece.at))?;
+        let Piece { handle, from, bytes, .. } = self.stock.pieces[piece];
+        let mut plan = Plan { site: *site, parts: Vec::new(), pieces: Vec::new() };
+        plan.add_end(self, Some(End { handle, from, bytes }));
+        Some(plan)
     }
 
     /// Handles without a byte in use, longest unused first.

@@ -170,7 +170,7 @@ impl<B: Backend> Shared<B> {
         let line = terms.line.min(device.limit().unwrap_or(u64::MAX));
         let headroom = line.saturating_sub(reserved) / terms.unit * terms.unit;
         let room = request.rounded + self.slack(store, terms);
-        let (behind, apart) = match self.sites(store, cell, request, room)? {
+        let (behind, _) = match self.sites(store, cell, request, room)? {
             Ok(sites) => sites,
             Err(shortage) => return Ok(Err(Setback::Shortage(shortage))),
         };
@@ -188,13 +188,19 @@ impl<B: Backend> Shared<B> {
             let nothing = self.own_stock(store, cell, [u64::MAX; 2]);
             return self.extend(store, cell, request, &plan, &nothing, trace);
         }
-        let mut supply = self.supply(store, cell, terms)?;
+        // From here to the driver calls of `extend` nobody else can change what handles there are: the
+        // backend is not called, and so cannot call back.
+        let quiet = self.quiet_heaps(cell, terms.waiting)?;
+        let Some((behind, apart)) = self.find_sites(store, cell, request, room) else {
+            return Ok(Err(Setback::Interrupted));
+        };
+        let mut supply = self.supply(store, cell, terms, &quiet);
         if self.reunite(store, cell, &supply, trace) {
             let served = self.edit(cell, trace, |body, ledger| body.serve(request, ledger));
             if let Some(block) = served {
                 return Ok(Ok(block));
             }
-            supply = self.supply(store, cell, terms)?;
+            supply = self.supply(store, cell, terms, &quiet);
         }
         let window = {
             let state = cell.state.lock();
@@ -218,7 +224,12 @@ impl<B: Backend> Shared<B> {
                 batch: self.within_limit(device, batch, 0),
                 handle_bytes_max: terms.handle_bytes_max,
                 part_bytes_min: least_part(terms),
-                views_max: terms.knobs.views_max as usize,
+                // Views are dropped again at leisure.
+                views_max: if terms.desperate {
+                    usize::MAX
+                } else {
+                    terms.knobs.views_max as usize
+                },
                 desperate: terms.desperate,
             };
             task.compose(&behind, &apart)
@@ -243,8 +254,7 @@ impl<B: Backend> Shared<B> {
         (4 * largest + batch).next_multiple_of(terms.unit)
     }
 
-    /// Where the request needs the least new backing, and where a range of its own can lie. Reserves
-    /// more address space if there is not enough.
+    /// [`find_sites`](Self::find_sites), reserving more address space if there is not enough.
     fn sites(
         &self,
         store: &Store<B>,
@@ -252,32 +262,40 @@ impl<B: Backend> Shared<B> {
         request: &Request,
         room: u64,
     ) -> AllocResult<Grown<(Site, Site)>, B> {
-        let found = {
-            let state = cell.state.lock();
-            let heap = &state.body.heap;
-            let layout = store.layout();
-            let segments = heap.segments.iter();
-            let usable = segments.filter(|(_, s)| s.is_expandable() && s.class == request.class);
-            let mut best: Option<Site> = None;
-            let mut lowest = None;
-            for (segment, info) in usable {
-                for (at, bytes) in layout.gaps(info.base).filter(|(_, bytes)| *bytes >= room) {
-                    let left = heap.free_below(request.class, at);
-                    let left = left.map(|block| (block, heap.blocks[block].bytes));
-                    let left = left.filter(|(_, bytes)| *bytes < request.rounded);
-                    let site = Site { segment, base: info.base, at, bytes, left };
-                    lowest.get_or_insert(Site { left: None, ..site });
-                    if best.is_none_or(|best| best.left_bytes() < site.left_bytes()) {
-                        best = Some(site);
-                    }
-                }
-            }
-            best.zip(lowest)
-        };
-        match found {
+        match self.find_sites(store, cell, request, room) {
             Some(found) => Ok(Ok(found)),
             None => Ok(self.reserve_site(store, cell, request, room)?.map(|site| (site, site))),
         }
+    }
+
+    /// Where the request needs the least new backing, and where a range of its own can lie.
+    fn find_sites(
+        &self,
+        store: &Store<B>,
+        cell: &HeapCell<B>,
+        request: &Request,
+        room: u64,
+    ) -> Option<(Site, Site)> {
+        let state = cell.state.lock();
+        let heap = &state.body.heap;
+        let layout = store.layout();
+        let segments = heap.segments.iter();
+        let usable = segments.filter(|(_, s)| s.is_expandable() && s.class == request.class);
+        let mut best: Option<Site> = None;
+        let mut lowest = None;
+        for (segment, info) in usable {
+            for (at, bytes) in layout.gaps(info.base).filter(|(_, bytes)| *bytes >= room) {
+                let left = heap.free_below(request.class, at);
+                let left = left.map(|block| (block, heap.blocks[block].bytes));
+                let left = left.filter(|(_, bytes)| *bytes < request.rounded);
+                let site = Site { segment, base: info.base, at, bytes, left };
+                lowest.get_or_insert(Site { left: None, ..site });
+                if best.is_none_or(|best| best.left_bytes() < site.left_bytes()) {
+                    best = Some(site);
+                }
+            }
+        }
+        best.zip(lowest)
     }
 
     fn reserve_site(
@@ -322,6 +340,44 @@ impl<B: Backend> Shared<B> {
         Supply { cells: vec![Arc::clone(own)], stock }
     }
 
+    /// The other heaps of a device with memory to give: what was free in them at their clock is
+    /// nobody's. Asks their streams without waiting, unless told to wait.
+    fn quiet_heaps(&self, cell: &HeapCell<B>, waiting: bool) -> AllocResult<Vec<Quiet<B>>, B> {
+        let mut quiet = Vec::new();
+        for other in self.devices[cell.device.index()].heaps() {
+            if other.index == cell.index || !has_idle_pages(&other) {
+                continue;
+            }
+            if let Some(clock) = self.quiet_since(&other, waiting)? {
+                quiet.push((other, clock));
+            }
+        }
+        Ok(quiet)
+    }
+
+    fn quiet_since(&self, cell: &HeapCell<B>, waiting: bool) -> AllocResult<Option<u32>, B> {
+        let clock = cell.state.lock().body.heap.clock;
+        if waiting {
+            self.synchronize(&cell.stream)?;
+            return Ok(Some(clock));
+        }
+        if !self.may_use_events() {
+            return Ok(None);
+        }
+        // An event that cannot be had tells nothing; the next growth asks again.
+        let mark = cell.mark.lock().take();
+        let record = || self.backend.record(&cell.stream).ok().map(|event| (clock, event));
+        let Some((clock, event)) = mark.or_else(record) else { return Ok(None) };
+        Ok(match self.backend.query(&event) {
+            Ok(Completion::Reached) => Some(clock),
+            Ok(Completion::Pending) => {
+                *cell.mark.lock() = Some((clock, event));
+                None
+            }
+            Err(_) => None,
+        })
+    }
+
     /// All memory that may be used by `cell`'s stream now: what is free in its own heap at once, since
     /// its work is ordered after whatever used it; idle handles of others when their streams are known
     /// to be done with them.
@@ -330,49 +386,23 @@ impl<B: Backend> Shared<B> {
         store: &Store<B>,
         cell: &HeapCell<B>,
         terms: &Terms,
-    ) -> AllocResult<Supply<B>, B> {
+        quiet: &[Quiet<B>],
+    ) -> Supply<B> {
         let small = if terms.desperate { BLOCK_BYTES_MIN } else { BLOCK_OF_PAGES };
         let mut supply = self.own_stock(store, cell, [small, BLOCK_BYTES_MIN]);
-        for other in self.devices[cell.device.index()].heaps() {
-            if other.index == cell.index || !has_idle_pages(&other) {
-                continue;
-            }
-            let Some(age) = self.quiet_since(&other, terms.waiting)? else { continue };
+        for (other, clock) in quiet {
             let state = other.state.lock();
-            let layout = store.layout();
-            supply.stock.add_whole(supply.cells.len(), &state.body.heap, &layout, age);
-            drop(layout);
+            let heap = &state.body.heap;
+            supply.stock.add_whole(supply.cells.len(), heap, &store.layout(), *clock);
             drop(state);
-            supply.cells.push(other);
+            supply.cells.push(Arc::clone(other));
         }
-        Ok(supply)
-    }
-
-    /// How many frees ago the stream of a heap was last known to have finished everything: what was
-    /// freed at least that long ago is nobody's any more. Asks without waiting, unless told to wait.
-    fn quiet_since(&self, cell: &HeapCell<B>, waiting: bool) -> AllocResult<Option<u32>, B> {
-        let clock = cell.state.lock().body.heap.clock;
-        if waiting {
-            self.synchronize(&cell.stream)?;
-            return Ok(Some(0));
-        }
-        if !self.may_use_events() {
-            return Ok(None);
-        }
-        // An event that cannot be had tells nothing; the next growth asks again.
-        let mark = cell.mark.lock().take();
-        let record = || self.backend.record(&cell.stream).ok().map(|event| (clock, event));
-        let Some((at, event)) = mark.or_else(record) else { return Ok(None) };
-        Ok(match self.backend.query(&event) {
-            Ok(Completion::Reached) => Some(clock.wrapping_sub(at)),
-            Ok(Completion::Pending) => {
-                *cell.mark.lock() = Some((at, event));
-                None
-            }
-            Err(_) => None,
-        })
+        supply
     }
 }
+
+/// A heap, and its clock at a time since when its stream is known to have finished everything.
+type Quiet<B> = (Arc<HeapCell<B>>, u32);
 
 /// What can be moved, and the heaps that it is in.
 struct Supply<B: Backend> {

@@ -10,7 +10,7 @@ use crate::allocator::{AllocResult, HeapCell, Shared};
 use crate::backend::{Backend, BackendError, ErrorKind, SEGMENT_ALIGN};
 use crate::block::{BlockIdx, BlockState};
 use crate::directory::Owner;
-use crate::handles::Place;
+use crate::handles::{Part, Place};
 use crate::heap::{Heap, PageRun, Request};
 use crate::trace::TraceBuffer;
 use crate::units::Addr;
@@ -96,14 +96,19 @@ impl<B: Backend> Shared<B> {
         trace: &mut TraceBuffer,
     ) -> AllocResult<Result<HandedOut, Setback>, B> {
         let site = &plan.site;
-        let Some(held) = self.hold_left(cell, site) else {
-            return Ok(Err(Setback::Interrupted));
-        };
-        if !self.vacate(supply, &plan.pieces, trace) {
-            self.let_go(cell, held);
+        let span = plan.parts.iter().map(Part::bytes).sum();
+        if !store.layout().claim(site.base, site.at, span) {
             return Ok(Err(Setback::Interrupted));
         }
-        if let Err(error) = store.back(site.base, site.at, &plan.parts) {
+        let held = self.hold_left(cell, site);
+        let ready = held.filter(|_| self.vacate(supply, &plan.pieces, trace));
+        let backed = ready.map(|_| store.back(site.base, site.at, &plan.parts));
+        store.layout().release_claim(site.base, site.at, span);
+        let (Some(held), Some(backed)) = (held, backed) else {
+            self.let_go(cell, held.flatten());
+            return Ok(Err(Setback::Interrupted));
+        };
+        if let Err(error) = backed {
             self.return_all(supply, &plan.pieces, trace);
             self.let_go(cell, held);
             return match error.source.kind() {

@@ -50,8 +50,10 @@ impl Stock {
         self.add(0, heap, layout, least);
     }
 
-    /// Adds handles of another heap without a byte in use that became so at least `age` frees ago.
-    pub(super) fn add_whole(&mut self, index: usize, heap: &Heap, layout: &Layout, age: u32) {
+    /// Adds handles of another heap that had no byte in use when its clock was at `clock`, and none
+    /// since.
+    pub(super) fn add_whole(&mut self, index: usize, heap: &Heap, layout: &Layout, clock: u32) {
+        let age = heap.clock.wrapping_sub(clock);
         let mut all = Stock::new(layout);
         all.add(index, heap, layout, [BLOCK_OF_PAGES; 2]);
         for piece in &all.pieces {
