@@ -94,7 +94,8 @@ impl<B: Backend> Shared<B> {
         self.grow(cell, request, true, trace)
     }
 
-    fn search(
+    /// Serves the request from the heap's free blocks, if one fits.
+    pub(super) fn search(
         &self,
         cell: &HeapCell<B>,
         request: &Request,
