@@ -65,6 +65,20 @@ const PRODUCTS: &[Product] = &[
         profile: TEST_PROFILE,
     },
     Product {
+        package: "alloc-host-cuda",
+        selection: &["--test", "gpu"],
+        target: "gpu",
+        file: "alloc-host-cuda-gpu",
+        profile: TEST_PROFILE,
+    },
+    Product {
+        package: "alloc-host-cuda",
+        selection: &["--bench", "pinned"],
+        target: "pinned",
+        file: "alloc-host-cuda-bench",
+        profile: "dist",
+    },
+    Product {
         package: "alloc-torch",
         selection: &["--lib"],
         target: "alloc_torch",
@@ -84,12 +98,16 @@ const PRODUCTS: &[Product] = &[
 const TEST_PROFILE: &str = "gpu";
 
 /// Files of the repository that lie beside the programs in a bundle.
-const SCRIPTS: &[&str] =
-    &["crates/alloc-torch/python/gpu_alloc.py", "crates/alloc-torch/python/torch_check.py"];
+const SCRIPTS: &[&str] = &[
+    "crates/alloc-host-cuda/benches/build_peer_host.sh",
+    "crates/alloc-host-cuda/benches/peer_host.cpp",
+    "crates/alloc-torch/python/gpu_alloc.py",
+    "crates/alloc-torch/python/torch_check.py",
+];
 
 /// The test programs of a bundle, in order: the products and scripts that take `--require-gpu`, exit
 /// with [`NO_GPU`] and print a line `test NAME ... ok|FAILED|skipped` for each test.
-const TESTS: &[&str] = &["alloc-cuda-gpu", "torch_check.py"];
+const TESTS: &[&str] = &["alloc-cuda-gpu", "alloc-host-cuda-gpu", "torch_check.py"];
 
 /// Folders of the repository that programs read at run time.
 const DATA: &[&str] = &["traces", "peers"];
