@@ -1,11 +1,11 @@
-//! Pinned memory on a GPU: hits, recorded uses, threads, first pins, copies. Prints one JSON line a
+//! Pinned memory on a GPU: hits, buffers, recorded uses, threads, first pins, copies. Prints one JSON line a
 //! measurement; without a GPU it says so and does nothing.
 //!
 //! `cargo bench -p alloc-host-cuda --bench pinned [-- WORD...]`, where words select measurements by
 //! what their names begin with. `benches/peer_host.cpp` does the same with PyTorch's allocator.
 
 use alloc_core::DeviceId;
-use alloc_core::host::HostConfig;
+use alloc_core::host::{HostAllocation, HostConfig, Place};
 use alloc_host_cuda::driver::DeviceMemory;
 use alloc_host_cuda::{HostStream, InFlight, PinOptions, PinnedAllocator, PinnedBuffer, Streams};
 use std::collections::VecDeque;
@@ -32,9 +32,9 @@ impl Lcg {
 }
 
 /// A size from 512 bytes to 2^`max_log`, uniform in its logarithm.
-fn draw(random: &mut Lcg, max_log: u64) -> usize {
+fn draw(random: &mut Lcg, max_log: u64) -> u64 {
     let log = 9 + random.next() % (max_log - 9);
-    ((1 << log) + random.next() % (1 << log)) as usize
+    (1 << log) + random.next() % (1 << log)
 }
 
 fn pinned(config: HostConfig) -> Pinned {
@@ -49,33 +49,45 @@ fn nanos_per_round(rounds: u32, mut round: impl FnMut()) -> f64 {
 }
 
 fn hit(pinned: &Pinned, bytes: usize) -> f64 {
-    nanos_per_round(1_000_000, || drop(pinned.buffer(black_box(bytes)).expect("memory")))
+    nanos_per_round(1_000_000, || {
+        let block = pinned.allocate(black_box(bytes as u64), Place::Anywhere).expect("memory");
+        pinned.free(black_box(block)).expect("freed");
+    })
+}
+
+fn buffer(pinned: &Pinned, bytes: usize) -> f64 {
+    nanos_per_round(1_000_000, || drop(black_box(pinned.buffer(bytes).expect("memory"))))
 }
 
 fn recorded(pinned: &Pinned, bytes: usize) -> f64 {
     let stream = pinned.streams().create(DEVICE).expect("a stream");
     nanos_per_round(200_000, || {
-        let buffer = pinned.buffer(black_box(bytes)).expect("memory");
-        buffer.record_use(&stream).expect("live");
+        let block = pinned.allocate(black_box(bytes as u64), Place::Anywhere).expect("memory");
+        pinned.record_use(&block, &stream).expect("live");
+        pinned.free(block).expect("freed");
     })
 }
 
-/// Nanoseconds a step: a random one of `slots` buffers is freed and replaced by one of random size.
+/// Nanoseconds a step: a random one of `slots` blocks is freed and replaced by one of random size.
 fn churn(pinned: &Pinned, slots: usize, steps: u32, max_log: u64, seed: u64) -> f64 {
     let mut random = Lcg(seed);
-    let mut buffers: Vec<Option<Buffer>> = (0..slots).map(|_| None).collect();
+    let mut blocks: Vec<Option<HostAllocation>> = (0..slots).map(|_| None).collect();
     let mut run = |steps: u32| {
         for _ in 0..steps {
             let slot = random.next() as usize % slots;
-            drop(buffers[slot].take());
+            if let Some(block) = blocks[slot].take() {
+                pinned.free(block).expect("freed");
+            }
             let bytes = draw(&mut random, max_log);
-            buffers[slot] = Some(pinned.buffer(bytes).expect("memory"));
+            blocks[slot] = Some(pinned.allocate(bytes, Place::Anywhere).expect("memory"));
         }
     };
     run(steps / 2);
     let start = Instant::now();
     run(steps);
-    start.elapsed().as_nanos() as f64 / f64::from(steps)
+    let nanos = start.elapsed().as_nanos() as f64 / f64::from(steps);
+    blocks.into_iter().flatten().for_each(|block| pinned.free(block).expect("freed"));
+    nanos
 }
 
 /// Million steps a second of all threads together.
@@ -178,6 +190,7 @@ fn main() {
         for bytes in [4096, 65_536, MIB, 16 * MIB] {
             let made = pinned(config.clone());
             run.measure(&format!("hit_{bytes}"), "ns_per_pair", || hit(&made, bytes));
+            run.measure(&format!("buffer_{bytes}"), "ns_per_pair", || buffer(&made, bytes));
             run.measure(&format!("recorded_{bytes}"), "ns_per_pair", || recorded(&made, bytes));
         }
         for count in [1, 4, 16] {

@@ -4,9 +4,10 @@ use crate::backend::CudaHost;
 use crate::error::PinError;
 use crate::pinned::PinnedBuffer;
 use crate::source::StreamSource;
-use crate::streams::Streams;
+use crate::streams::{StreamError, Streams};
 use alloc_core::host::{
-    HostAllocator, HostConfError, HostConfig, HostError, HostStats, HostViolation, Place,
+    HostAllocation, HostAllocator, HostConfError, HostConfig, HostError, HostFreeError, HostStats,
+    HostViolation, Place,
 };
 use alloc_core::{Addr, DeviceId, PoolId, StreamId};
 use cuda_driver::{Context, Driver, HostFlags};
@@ -35,16 +36,19 @@ impl Default for PinOptions {
 
 /// A caching allocator of pinned host memory, for streams of `S`. Clones share one allocator.
 ///
+/// A buffer keeps the clone alive that it came from: threads that have a clone each do not count in
+/// one place.
+///
 /// Memory comes as [`PinnedBuffer`]s, or through `allocator_api2`'s `Allocator`, as in
 /// `Vec<T, PinnedAllocator<S>>`. The allocator of the core is reached through [`core`](Self::core)
 /// only, which is `unsafe`: it frees by address, and knows nothing of slices that exist.
 pub struct PinnedAllocator<S: StreamSource = Streams> {
-    host: HostAllocator<CudaHost<S>>,
+    host: Arc<HostAllocator<CudaHost<S>>>,
 }
 
 impl<S: StreamSource> Clone for PinnedAllocator<S> {
     fn clone(&self) -> Self {
-        PinnedAllocator { host: self.host.clone() }
+        PinnedAllocator { host: Arc::new(HostAllocator::clone(&self.host)) }
     }
 }
 
@@ -64,7 +68,7 @@ impl PinnedAllocator<Streams> {
         devices: &[DeviceId],
         config: HostConfig,
         options: PinOptions,
-    ) -> Result<Self, NewError<crate::streams::StreamError>> {
+    ) -> Result<Self, NewError<StreamError>> {
         Self::with_driver(Driver::load().map_err(PinError::from)?, devices, config, options)
     }
 
@@ -77,7 +81,7 @@ impl PinnedAllocator<Streams> {
         devices: &[DeviceId],
         config: HostConfig,
         options: PinOptions,
-    ) -> Result<Self, NewError<crate::streams::StreamError>> {
+    ) -> Result<Self, NewError<StreamError>> {
         let context = |device: &DeviceId| {
             let device = driver.device(device.index() as u16)?;
             Context::retain(device)
@@ -109,11 +113,16 @@ impl<S: StreamSource> PinnedAllocator<S> {
         let register = config.register && !options.flags.write_combined;
         let config = HostConfig { register, ..config };
         let host = CudaHost::new(source, contexts, options.flags, options.huge_pages)?;
-        Ok(PinnedAllocator { host: HostAllocator::new(host, config)? })
+        Ok(PinnedAllocator { host: Arc::new(HostAllocator::new(host, config)?) })
     }
 
     pub(crate) fn host(&self) -> &HostAllocator<CudaHost<S>> {
         &self.host
+    }
+
+    /// The same clone, for a buffer.
+    fn same(&self) -> Self {
+        PinnedAllocator { host: Arc::clone(&self.host) }
     }
 
     /// Where its streams are from.
@@ -139,7 +148,7 @@ impl<S: StreamSource> PinnedAllocator<S> {
         place: Place,
     ) -> Result<PinnedBuffer<S>, PinnedAllocError<S>> {
         let allocation = self.host.allocate_on(bytes as u64, place)?;
-        Ok(PinnedBuffer::new(self.clone(), allocation))
+        Ok(PinnedBuffer::new(self.same(), allocation))
     }
 
     /// A buffer for work on `stream`: while that is being captured, from the capture's pool.
@@ -153,7 +162,46 @@ impl<S: StreamSource> PinnedAllocator<S> {
         stream: &S::Stream,
     ) -> Result<PinnedBuffer<S>, PinnedAllocError<S>> {
         let allocation = self.host.allocate_for(bytes as u64, place, stream)?;
-        Ok(PinnedBuffer::new(self.clone(), allocation))
+        Ok(PinnedBuffer::new(self.same(), allocation))
+    }
+
+    /// Memory without a slice, for those who see to its use themselves. Give it back with
+    /// [`free`](Self::free).
+    ///
+    /// # Errors
+    /// As [`HostAllocator::allocate_on`].
+    #[inline]
+    pub fn allocate(
+        &self,
+        bytes: u64,
+        place: Place,
+    ) -> Result<HostAllocation, PinnedAllocError<S>> {
+        self.host.allocate_on(bytes, place)
+    }
+
+    /// Gives memory of [`allocate`](Self::allocate) back.
+    ///
+    /// # Errors
+    /// As [`HostAllocator::free`].
+    #[inline]
+    pub fn free(
+        &self,
+        allocation: HostAllocation,
+    ) -> Result<(), HostFreeError<PinError<S::Error>>> {
+        self.host.free(allocation)
+    }
+
+    /// Names a stream whose work uses memory of [`allocate`](Self::allocate).
+    ///
+    /// # Errors
+    /// As [`HostAllocator::record_use`].
+    #[inline]
+    pub fn record_use(
+        &self,
+        allocation: &HostAllocation,
+        stream: &S::Stream,
+    ) -> Result<(), PinnedAllocError<S>> {
+        self.host.record_use(allocation, stream)
     }
 
     /// Names a stream whose work uses what a collection holds in pinned memory, until it is freed.

@@ -18,10 +18,10 @@ mod topology;
 /// The driver's calls, whose types some methods here take and return.
 pub use cuda_driver as driver;
 
-pub use allocator::{PinOptions, PinnedAllocError, PinnedAllocator};
+pub use allocator::{NewError, PinOptions, PinnedAllocError, PinnedAllocator};
 pub use backend::CudaHost;
 pub use cuda_driver::HostFlags;
 pub use error::PinError;
 pub use pinned::{CopyRefused, InFlight, PinnedBuffer, PinnedMemory};
 pub use source::{OfBackend, StreamSource};
-pub use streams::{HostEvent, HostStream, Streams};
+pub use streams::{HostEvent, HostStream, StreamError, Streams};

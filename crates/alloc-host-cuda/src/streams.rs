@@ -41,8 +41,7 @@ impl Streams {
     /// clone, some of which an allocator keeps.
     ///
     /// # Errors
-    /// [`StreamError::NoSuchDevice`] unless the source was made for that device; or whatever the
-    /// driver reports.
+    /// Unless the source was made for that device; or whatever the driver reports.
     pub fn create(&self, device: DeviceId) -> Result<HostStream, StreamError> {
         let device = self.device(device)?;
         Ok(HostStream::new(device, Stream::create(&device.context)?))
@@ -51,7 +50,7 @@ impl Streams {
     /// The legacy default stream of a device. Every call gives another value for it.
     ///
     /// # Errors
-    /// [`StreamError::NoSuchDevice`].
+    /// Unless the source was made for that device.
     pub fn default_stream(&self, device: DeviceId) -> Result<HostStream, StreamError> {
         let device = self.device(device)?;
         Ok(HostStream::new(device, Stream::legacy(&device.context)))

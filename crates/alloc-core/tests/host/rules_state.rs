@@ -573,3 +573,14 @@ fn work_queued_but_not_recorded_is_the_clients_own_mistake() {
     assert_eq!(rig.backend.take_violations()[0].rule, mock_backend::Rule::EarlyReuse);
     rig.free(b);
 }
+
+#[test]
+fn the_limit_is_exact() {
+    let config = HostConfig { reserved_bytes_max: Some(100), ..HostConfig::pytorch() };
+    let rig = Rig::new(machine(), config);
+    let blocks = [64, 32, 4].map(|bytes| rig.allocate(bytes));
+    assert_eq!(rig.pinned(), 100);
+    assert!(rig.try_allocate(1).expect_err("one byte too many").is_out_of_memory());
+    blocks.into_iter().for_each(|block| rig.free(block));
+    rig.finish();
+}
