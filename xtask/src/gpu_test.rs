@@ -19,7 +19,7 @@ pub(crate) const NO_GPU: u8 = 77;
 /// Exits with 77 if there is no GPU here, with 1 if a test fails.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Build only: put programs, their data and a `run.sh` into DIR
+    /// Build only: put programs, their data, a `run.sh` for the tests and a `bench.sh` into DIR
     #[arg(long, value_name = "DIR", num_args = 0..=1, default_missing_value = "gpu-bundle")]
     bundle: Option<PathBuf>,
 
@@ -52,47 +52,76 @@ struct Product {
     target: &'static str,
     /// Name in the bundle.
     file: &'static str,
-    /// Whether it is a test program that takes `--require-gpu` and ends with a `test result:` line.
-    is_test: bool,
+    /// Profile that it is built with.
+    profile: &'static str,
 }
 
-const PRODUCTS: &[Product] = &[Product {
-    package: "alloc-cuda",
-    selection: &["--test", "gpu", "--features", "cudarc"],
-    target: "gpu",
-    file: "alloc-cuda-gpu",
-    is_test: true,
-}];
+const PRODUCTS: &[Product] = &[
+    Product {
+        package: "alloc-cuda",
+        selection: &["--test", "gpu", "--features", "cudarc"],
+        target: "gpu",
+        file: "alloc-cuda-gpu",
+        profile: TEST_PROFILE,
+    },
+    Product {
+        package: "alloc-torch",
+        selection: &["--lib"],
+        target: "alloc_torch",
+        file: "liballoc_torch.so",
+        profile: TEST_PROFILE,
+    },
+    Product {
+        package: "alloc-lab",
+        selection: &["--bin", "alloc-lab"],
+        target: "alloc-lab",
+        file: "alloc-lab",
+        profile: "dist",
+    },
+];
+
+/// A profile of its own, so that it does not take turns with the usual one in the target folder.
+const TEST_PROFILE: &str = "gpu";
+
+/// Files of the repository that lie beside the programs in a bundle.
+const SCRIPTS: &[&str] =
+    &["crates/alloc-torch/python/gpu_alloc.py", "crates/alloc-torch/python/torch_check.py"];
+
+/// The test programs of a bundle, in order: the products and scripts that take `--require-gpu`, exit
+/// with [`NO_GPU`] and print a line `test NAME ... ok|FAILED|skipped` for each test.
+const TESTS: &[&str] = &["alloc-cuda-gpu", "torch_check.py"];
 
 /// Folders of the repository that programs read at run time.
-const DATA: &[&str] = &["traces"];
+const DATA: &[&str] = &["traces", "peers"];
 
-/// Builds, and runs unless asked for a bundle.
+/// Builds everything into a folder, and runs it unless asked for the folder.
 ///
 /// # Errors
 /// [`NoGpu`]; or if anything does not build or a test fails.
 pub(crate) fn run(workspace: &Workspace, args: &Args) -> Result<()> {
-    match &args.bundle {
-        Some(folder) => bundle(workspace, &workspace.root.join(folder)),
-        None => test(workspace, &args.filters),
+    if let Some(folder) = &args.bundle {
+        let folder = workspace.root.join(folder);
+        bundle(workspace, &folder)?;
+        println!("{}", folder.display());
+        return Ok(());
     }
-}
-
-fn test(workspace: &Workspace, filters: &[String]) -> Result<()> {
-    for product in PRODUCTS.iter().filter(|product| product.is_test) {
-        let program = build(workspace, product)?;
-        let mut command = Command::new(&program);
-        command.arg("--require-gpu").args(filters);
-        let status = command.status().with_context(|| program.display().to_string())?;
-        if status.code() == Some(i32::from(NO_GPU)) {
-            return Err(NoGpu.into());
-        }
-        ensure!(status.success(), "{} failed ({status})", product.file);
+    // The same folder as elsewhere, so that what is tested here is what is tested there.
+    let folder = workspace.target.join("gpu-bundle");
+    bundle(workspace, &folder)?;
+    let script = folder.join("run.sh");
+    let status = Command::new(&script)
+        .args(&args.filters)
+        .status()
+        .with_context(|| script.display().to_string())?;
+    if status.code() == Some(i32::from(NO_GPU)) {
+        return Err(NoGpu.into());
     }
+    ensure!(status.success(), "a GPU test failed ({status})");
     Ok(())
 }
 
-fn bundle(workspace: &Workspace, folder: &Path) -> Result<()> {
+/// Builds everything into `folder`, which is new, empty or an older bundle.
+pub(crate) fn bundle(workspace: &Workspace, folder: &Path) -> Result<()> {
     if folder.exists() {
         // Only what an earlier run made is thrown away.
         ensure!(
@@ -104,17 +133,24 @@ fn bundle(workspace: &Workspace, folder: &Path) -> Result<()> {
     }
     fs::create_dir_all(folder)?;
     for product in PRODUCTS {
-        let built = build(workspace, product)?;
-        let copy = folder.join(product.file);
-        fs::copy(&built, &copy).with_context(|| format!("copying {}", built.display()))?;
+        copy(&build(workspace, product)?, &folder.join(product.file))?;
+    }
+    for script in SCRIPTS.iter().map(|script| workspace.root.join(script)) {
+        copy(&script, &folder.join(script.file_name().unwrap_or_default()))?;
     }
     for name in DATA {
         copy_folder(&workspace.root.join(name), &folder.join(name))?;
     }
-    let script = folder.join("run.sh");
-    fs::write(&script, run_script())?;
-    fs::set_permissions(&script, fs::Permissions::from_mode(0o755))?;
-    println!("{}", folder.display());
+    for (name, text) in [("run.sh", run_script()), ("bench.sh", bench_script())] {
+        let script = folder.join(name);
+        fs::write(&script, text)?;
+        fs::set_permissions(&script, fs::Permissions::from_mode(0o755))?;
+    }
+    Ok(())
+}
+
+fn copy(from: &Path, to: &Path) -> Result<()> {
+    fs::copy(from, to).with_context(|| format!("copying {}", from.display()))?;
     Ok(())
 }
 
@@ -135,8 +171,6 @@ fn copy_folder(from: &Path, to: &Path) -> Result<()> {
 /// Builds one product, optimised and stripped, and returns where it is.
 fn build(workspace: &Workspace, product: &Product) -> Result<PathBuf> {
     let mut command = workspace.cargo([
-        // A profile of its own, so that it does not take turns with the usual one in the target
-        // folder.
         "--config",
         "profile.gpu.inherits=\"release\"",
         "--config",
@@ -145,7 +179,7 @@ fn build(workspace: &Workspace, product: &Product) -> Result<PathBuf> {
         "profile.gpu.debug=false",
         "build",
         "--profile",
-        "gpu",
+        product.profile,
         "--message-format",
         "json-render-diagnostics",
         "--package",
@@ -190,10 +224,14 @@ impl Message {
 
 /// The script of a bundle. It needs bash and the usual tools, nothing else.
 fn run_script() -> String {
-    let tests: Vec<_> = PRODUCTS.iter().filter(|p| p.is_test).map(|p| p.file).collect();
     include_str!("gpu_test/run.sh")
-        .replace("@TESTS@", &tests.join(" "))
+        .replace("@TESTS@", &TESTS.join(" "))
         .replace("@NO_GPU@", &NO_GPU.to_string())
+}
+
+/// The script that measures. It needs bash and Python.
+fn bench_script() -> String {
+    include_str!("gpu_test/bench.sh").replace("@NO_GPU@", &NO_GPU.to_string())
 }
 
 #[cfg(test)]
@@ -218,13 +256,43 @@ mod tests {
         assert_eq!(find("cudarc"), None);
     }
 
-    /// Runs the script in a folder of pretended test programs, and returns its last line and code.
+    #[test]
+    fn every_test_program_is_in_the_bundle() {
+        for test in TESTS {
+            let is_product = PRODUCTS.iter().any(|product| product.file == *test);
+            let is_script = SCRIPTS.iter().any(|script| script.ends_with(&format!("/{test}")));
+            assert!(is_product || is_script, "{test}");
+        }
+    }
+
+    #[test]
+    fn the_bench_script_finds_its_program_and_passes_the_absence_of_a_gpu_on() {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+        let folder = tempfile::tempdir().expect("a folder");
+        copy_folder(&root.join("peers"), &folder.path().join("peers")).expect("copies");
+        fs::write(folder.path().join("bench.sh"), bench_script()).expect("writes");
+        // Without the permission, as a copy may be.
+        let program = format!("#!/bin/sh\nexit {NO_GPU}\n");
+        fs::write(folder.path().join("alloc-lab"), program).expect("writes");
+        let mut command = Command::new("bash");
+        let output = command.arg(folder.path().join("bench.sh")).current_dir(&folder).output();
+        let output = output.expect("bash");
+        let error = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(i32::from(NO_GPU)), "{error}");
+    }
+
+    /// Runs the script in a folder of pretended test programs, the scripts without a GPU, and
+    /// returns its last line and code.
     fn run_with(program: &str) -> (String, Option<i32>) {
         let folder = tempfile::tempdir().expect("a folder");
         fs::write(folder.path().join("run.sh"), run_script()).expect("writes");
-        for product in PRODUCTS.iter().filter(|product| product.is_test) {
-            let path = folder.path().join(product.file);
-            fs::write(&path, format!("#!/bin/sh\n{program}\n")).expect("writes");
+        for test in TESTS {
+            let path = folder.path().join(test);
+            let text = match test.strip_suffix(".py") {
+                Some(_) => format!("raise SystemExit({NO_GPU})\n"),
+                None => format!("#!/bin/sh\n{program}\n"),
+            };
+            fs::write(&path, text).expect("writes");
             fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).expect("sets");
         }
         let mut command = Command::new("bash");
@@ -242,7 +310,7 @@ mod tests {
         assert_eq!((line.as_str(), code), ("total: 1 passed, 1 failed, 1 skipped", Some(1)));
         let (line, code) = run_with(&format!("{fine}; kill -SEGV $$"));
         assert_eq!((line.as_str(), code), ("total: 1 passed, 1 failed, 1 skipped", Some(1)));
-        let (line, code) = run_with("exit 77");
+        let (line, code) = run_with(&format!("exit {NO_GPU}"));
         assert_eq!(line, "no GPU here: nothing was tested");
         assert_eq!(code, Some(i32::from(NO_GPU)));
     }

@@ -1,4 +1,4 @@
-//! Blocks that wait for events: one queue per stream that used them.
+//! Blocks that wait for events before they are reused (I7): one queue per stream that used them.
 //!
 //! Events of one stream are reached in the order in which they were recorded, so only the head of a
 //! queue is ever asked. An unfinished stream never hides what another one has finished.
@@ -7,9 +7,10 @@ use crate::backend::{Backend, Stream};
 use crate::block::BlockId;
 use crate::config::EventOrder;
 use crate::units::StreamId;
-use parking_lot::Mutex;
+use parking_lot::{Condvar, Mutex};
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::thread::{self, ThreadId};
 
 /// A block that waits for an event.
 pub(crate) struct Pending<E> {
@@ -21,20 +22,46 @@ pub(crate) struct Pending<E> {
 
 struct Fifo<E> {
     entries: VecDeque<Pending<E>>,
-    /// The head is with a thread that asks the backend about it; others leave the queue alone so
-    /// that its order stays.
-    head_taken: bool,
+    /// The thread that has the head in hand and asks the backend about it. Others leave the queue
+    /// alone so that its order stays.
+    holder: Option<ThreadId>,
 }
 
 impl<E> Default for Fifo<E> {
     fn default() -> Self {
-        Fifo { entries: VecDeque::new(), head_taken: false }
+        Fifo { entries: VecDeque::new(), holder: None }
+    }
+}
+
+/// The head of a queue, in hand. Goes back to where it was unless it is [`finish`](Head::finish)ed.
+pub(crate) struct Head<'a, B: Backend> {
+    queue: &'a EventQueue<B>,
+    stream: StreamId,
+    entry: Option<Pending<B::Event>>,
+}
+
+impl<B: Backend> Head<'_, B> {
+    pub(crate) fn entry(&self) -> &Pending<B::Event> {
+        self.entry.as_ref().expect("a head in hand is unfinished")
+    }
+
+    /// The event is reached, and its block knows.
+    pub(crate) fn finish(mut self) {
+        self.entry = None;
+    }
+}
+
+impl<B: Backend> Drop for Head<'_, B> {
+    fn drop(&mut self) {
+        self.queue.give_up(self.stream, self.entry.take());
     }
 }
 
 /// All pending events of the blocks of one device.
 pub(crate) struct EventQueue<B: Backend> {
     fifos: Mutex<BTreeMap<StreamId, Fifo<B::Event>>>,
+    /// Told whenever a head leaves a hand.
+    let_go: Condvar,
     /// Entries in all queues, those in hand included. Read on every allocation, written only when
     /// blocks used across streams come and go.
     pending: AtomicUsize,
@@ -47,6 +74,7 @@ impl<B: Backend> EventQueue<B> {
     pub(crate) const fn new(order: EventOrder) -> Self {
         EventQueue {
             fifos: Mutex::new(BTreeMap::new()),
+            let_go: Condvar::new(),
             pending: AtomicUsize::new(0),
             order,
             lowest: AtomicU64::new(u64::MAX),
@@ -85,36 +113,48 @@ impl<B: Backend> EventQueue<B> {
         streams
     }
 
-    /// Takes the head of a stream's queue in hand, unless another thread has it or there is none.
-    pub(crate) fn take_head(&self, stream: StreamId) -> Option<Pending<B::Event>> {
+    /// Takes the head of a stream's queue in hand, unless there is none or somebody has it.
+    pub(crate) fn take_head(&self, stream: StreamId) -> Option<Head<'_, B>> {
         let mut fifos = self.fifos.lock();
-        let fifo = fifos.get_mut(&stream)?;
-        if fifo.head_taken {
-            return None;
-        }
-        let head = fifo.entries.pop_front()?;
-        fifo.head_taken = true;
-        Some(head)
+        let fifo = fifos.get_mut(&stream).filter(|fifo| fifo.holder.is_none())?;
+        self.take(stream, fifo)
     }
 
-    /// Puts the head back where it was.
-    pub(crate) fn put_back(&self, stream: StreamId, head: Pending<B::Event>) {
+    /// As [`take_head`](Self::take_head), but waits for another thread that has it. `None` if the
+    /// queue is empty, or this very thread has the head.
+    pub(crate) fn wait_for_head(&self, stream: StreamId) -> Option<Head<'_, B>> {
         let mut fifos = self.fifos.lock();
-        let fifo = fifos.entry(stream).or_default();
-        fifo.entries.push_front(head);
-        fifo.head_taken = false;
-    }
-
-    /// The head in hand is reached and gone for good.
-    pub(crate) fn finish_head(&self, stream: StreamId) {
-        let mut fifos = self.fifos.lock();
-        if let Some(fifo) = fifos.get_mut(&stream) {
-            fifo.head_taken = false;
-            if fifo.entries.is_empty() {
-                fifos.remove(&stream);
+        loop {
+            let fifo = fifos.get_mut(&stream)?;
+            match fifo.holder {
+                None => return self.take(stream, fifo),
+                Some(holder) if holder == thread::current().id() => return None,
+                Some(_) => self.let_go.wait(&mut fifos),
             }
         }
-        self.pending.fetch_sub(1, Ordering::Release);
+    }
+
+    fn take(&self, stream: StreamId, fifo: &mut Fifo<B::Event>) -> Option<Head<'_, B>> {
+        let entry = fifo.entries.pop_front()?;
+        fifo.holder = Some(thread::current().id());
+        Some(Head { queue: self, stream, entry: Some(entry) })
+    }
+
+    /// A head leaves the hand, back to its place or for good.
+    fn give_up(&self, stream: StreamId, entry: Option<Pending<B::Event>>) {
+        let mut fifos = self.fifos.lock();
+        let fifo = fifos.entry(stream).or_default();
+        fifo.holder = None;
+        match entry {
+            Some(entry) => fifo.entries.push_front(entry),
+            None => {
+                self.pending.fetch_sub(1, Ordering::Release);
+            }
+        }
+        if fifo.entries.is_empty() {
+            fifos.remove(&stream);
+        }
+        self.let_go.notify_all();
     }
 
     /// (heap, block) of every entry, for checks.

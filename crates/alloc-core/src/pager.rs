@@ -60,6 +60,10 @@ pub(crate) trait Pager<E>: Send + Sync {
     /// Offers the backend once more what it refused to take back from `device` before, if anything.
     fn tidy(&self, device: DeviceId);
 
+    /// The pages of one device as they are mapped, by reservation: (base, bytes of the reservation),
+    /// (address, bytes of each page in use). For checks.
+    fn mapped(&self, device: DeviceId) -> BTreeMap<(Addr, u64), Vec<(Addr, u64)>>;
+
     /// Gives back a reservation in which nothing is mapped.
     fn unreserve(&self, base: Addr) -> Result<(), PagerError<E>>;
 
@@ -222,6 +226,16 @@ impl<B: VirtualMemory> Pager<B::Error> for PageStore<B> {
 
     fn granularity(&self, device: DeviceId) -> u64 {
         self.backend.granularity(device)
+    }
+
+    fn mapped(&self, device: DeviceId) -> BTreeMap<(Addr, u64), Vec<(Addr, u64)>> {
+        let reserved = self.reserved.lock();
+        let mine = reserved.values().filter(|reserved| reserved.device == device);
+        mine.map(|reserved| {
+            let pages = reserved.pages.iter().map(|(at, page)| (*at, page.bytes())).collect();
+            ((reserved.token.base(), reserved.token.bytes()), pages)
+        })
+        .collect()
     }
 
     fn tidy(&self, device: DeviceId) {

@@ -4,6 +4,7 @@ use super::{AllocResult, Allocation, HeapBody, HeapCell, Shared};
 use crate::backend::{Backend, Completion, Stream};
 use crate::block::{BlockId, BlockIdx};
 use crate::error::{AllocError, BackendOp};
+use crate::events::{Head, Pending};
 use crate::heap::{Ledger, Request};
 use crate::size_class::{REQUEST_BYTES_MAX, SizeClass};
 use crate::trace::TraceBuffer;
@@ -30,7 +31,7 @@ impl<B: Backend> Shared<B> {
             return Ok(self.allocation(cell, requested, None));
         }
         let mut op = self.begin();
-        if !self.devices[cell.device.index()].events.is_empty() {
+        if !self.devices[cell.device.index()].events.is_empty() && self.may_use_events() {
             self.process_events(cell.device, &mut op.trace)?;
         }
         let found =
@@ -69,17 +70,10 @@ impl<B: Backend> Shared<B> {
         let events = &self.devices[device.index()].events;
         for stream in events.streams() {
             while let Some(head) = events.take_head(stream) {
-                match self.backend.query(&head.event) {
-                    Ok(Completion::Reached) => {
-                        events.finish_head(stream);
-                        self.settle(head.heap, head.block, trace);
-                    }
-                    Ok(Completion::Pending) => {
-                        events.put_back(stream, head);
-                        break;
-                    }
+                match self.backend.query(&head.entry().event) {
+                    Ok(Completion::Reached) => self.settle(head, trace),
+                    Ok(Completion::Pending) => break,
                     Err(source) => {
-                        events.put_back(stream, head);
                         return Err(AllocError::Backend { op: BackendOp::Query, source });
                     }
                 }
@@ -89,12 +83,15 @@ impl<B: Backend> Shared<B> {
     }
 
     /// One event of a block is reached.
-    pub(super) fn settle(&self, heap: u32, block: BlockId, trace: &mut TraceBuffer) {
+    pub(super) fn settle(&self, head: Head<'_, B>, trace: &mut TraceBuffer) {
+        let Pending { heap, block, .. } = *head.entry();
         let cell = self.heaps.get(heap).expect("I10: a pending block names a heap");
         self.edit(cell, trace, |body, ledger| {
             let block = body.heap.blocks.resolve(block).expect("I5: a pending block exists");
             body.heap.event_reached(block, ledger)
         });
+        // Last, so that whoever waits for the head finds the block free.
+        head.finish();
     }
 }
 

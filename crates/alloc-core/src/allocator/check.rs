@@ -104,7 +104,36 @@ impl<B: Backend> Shared<B> {
         ensure(draining == pending.len(), "I5", || {
             format!("{} blocks in event queues, {draining} draining", pending.len())
         })?;
-        self.check_sums(id, device, &sums)
+        self.check_sums(id, device, &sums)?;
+        self.check_pages(id, device)
+    }
+
+    /// E1, E2: expandable segments are the reservations, and their mapped blocks cover exactly the
+    /// pages mapped there.
+    fn check_pages(&self, id: DeviceId, device: &Device<B>) -> Result<(), Violation> {
+        let Some(paging) = &self.paging else { return Ok(()) };
+        let mut mapped = paging.pager().mapped(id);
+        for cell in device.heaps() {
+            let state = cell.state.lock();
+            let heap = &state.body.heap;
+            for (_, segment) in heap.segments.iter().filter(|(_, s)| s.is_expandable()) {
+                let base = segment.base;
+                let pages = mapped.remove(&(base, segment.bytes)).ok_or_else(|| Violation {
+                    invariant: "E1",
+                    what: format!("the segment at {base} is not a reservation"),
+                })?;
+                let backed: Vec<_> = blocks_of(heap, segment)
+                    .filter(|block| block.state != BlockState::Unmapped)
+                    .map(|block| (block.addr, block.bytes))
+                    .collect();
+                ensure(runs(&backed) == runs(&pages), "E2", || {
+                    format!("the mapped blocks of the segment at {base} are not its pages")
+                })?;
+            }
+        }
+        ensure(mapped.is_empty(), "E1", || {
+            format!("{} reservations without a segment", mapped.len())
+        })
     }
 
     /// I6: totals are the sums over blocks and segments.
@@ -177,6 +206,18 @@ impl<B: Backend> Shared<B> {
         }
         Ok(())
     }
+}
+
+/// Ascending ranges, with those that touch joined.
+fn runs(ranges: &[(Addr, u64)]) -> Vec<(Addr, Addr)> {
+    let mut runs: Vec<(Addr, Addr)> = Vec::new();
+    for (at, bytes) in ranges {
+        match runs.last_mut() {
+            Some(last) if last.1 == *at => last.1 = *at + *bytes,
+            _ => runs.push((*at, *at + *bytes)),
+        }
+    }
+    runs
 }
 
 /// I5: a block drains iff events of it are queued, and as many as it counts.

@@ -5,6 +5,7 @@ use crate::backend::{Backend, Stream};
 use crate::block::{BlockId, BlockIdx, BlockState};
 use crate::error::{AllocError, BackendOp};
 use crate::events::Pending;
+use crate::trace::TraceBuffer;
 use crate::units::Addr;
 use smallvec::SmallVec;
 
@@ -46,37 +47,48 @@ impl<B: Backend> Shared<B> {
 
     fn free_block(&self, cell: &HeapCell<B>, id: BlockId, addr: Addr) -> AllocResult<(), B> {
         let mut op = self.begin();
-        let (block, uses) = self.edit(cell, &mut op.trace, |body, ledger| {
+        let used = self.edit(cell, &mut op.trace, |body, ledger| {
             // By address, another thread may have freed the block since it was looked up.
             let block = body.live(id, addr).ok_or(AllocError::UnknownAddress { addr })?;
-            if !body.heap.blocks[block].used {
+            let used = body.heap.blocks[block].used;
+            if !used {
                 body.heap.request_free(block, 0, ledger);
                 body.heap.finish_free(block, ledger);
-                return Ok((block, None));
             }
-            body.heap.blocks[block].state = BlockState::Held;
-            body.heap.blocks[block].used = false;
-            Ok((block, body.uses.remove(&block)))
+            Ok(used)
         })?;
-        let Some(uses) = uses else { return Ok(()) };
-        match self.record_all(&uses) {
-            Ok(events) => {
-                self.edit(cell, &mut op.trace, |body, ledger| {
-                    body.heap.blocks[block].state = BlockState::Live;
-                    body.heap.request_free(block, events.len() as u32, ledger);
-                });
-                let queue = &self.devices[cell.device.index()].events;
+        if used { self.free_used(cell, id, addr, &mut op.trace) } else { Ok(()) }
+    }
+
+    /// Frees a block that other streams used. It stays live until all their events are recorded.
+    fn free_used(
+        &self,
+        cell: &HeapCell<B>,
+        id: BlockId,
+        addr: Addr,
+        trace: &mut TraceBuffer,
+    ) -> AllocResult<(), B> {
+        let queue = &self.devices[cell.device.index()].events;
+        loop {
+            let uses = cell.state.lock().body.uses_of(id, addr).cloned();
+            let uses = uses.ok_or(AllocError::UnknownAddress { addr })?;
+            let events = self
+                .record_all(&uses)
+                .map_err(|source| AllocError::Backend { op: BackendOp::Record, source })?;
+            let freed = self.edit(cell, trace, |body, ledger| {
+                // Unless a use was recorded meanwhile, or the block was freed.
+                if body.uses_of(id, addr).is_none_or(|now| now.len() != uses.len()) {
+                    return false;
+                }
+                let block = body.forget_uses(id);
+                body.heap.request_free(block, events.len() as u32, ledger);
                 for (stream, event) in uses.iter().zip(events) {
                     queue.push(stream, Pending { event, heap: cell.index, block: id });
                 }
-                Ok(())
-            }
-            Err(source) => {
-                let mut state = cell.state.lock();
-                state.body.heap.blocks[block].state = BlockState::Live;
-                state.body.heap.blocks[block].used = true;
-                state.body.uses.insert(block, uses);
-                Err(AllocError::Backend { op: BackendOp::Record, source })
+                true
+            });
+            if freed {
+                return Ok(());
             }
         }
     }
@@ -125,6 +137,19 @@ impl<B: Backend> Shared<B> {
 }
 
 impl<B: Backend> HeapBody<B> {
+    /// The streams that used a live block, at least one; `None` if it is no such block.
+    fn uses_of(&self, id: BlockId, addr: Addr) -> Option<&SmallVec<[B::Stream; 2]>> {
+        self.uses.get(&self.live(id, addr)?)
+    }
+
+    /// Takes the uses off a block.
+    fn forget_uses(&mut self, id: BlockId) -> BlockIdx {
+        let block = self.heap.blocks.resolve(id).expect("I10: the block was live just now");
+        self.uses.remove(&block);
+        self.heap.blocks[block].used = false;
+        block
+    }
+
     /// The block that an id names, if it is live and starts at `addr`.
     fn live(&self, id: BlockId, addr: Addr) -> Option<BlockIdx> {
         let index = self.heap.blocks.resolve(id)?;

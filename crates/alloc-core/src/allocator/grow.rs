@@ -47,6 +47,7 @@ impl<B: Backend> Shared<B> {
     ) -> AllocResult<Grown<HandedOut>, B> {
         if let Some(Paging::Handles(store)) = &self.paging
             && request.expandable
+            && let Some(_paging) = self.devices[cell.device.index()].begin_paging()
         {
             return self.grow_by_handles(&**store, cell, request, waiting, trace);
         }
@@ -56,12 +57,12 @@ impl<B: Backend> Shared<B> {
         if !device.limit().is_none_or(within) {
             return Ok(Err(Shortage::Memory));
         }
-        match &self.paging {
-            Some(paging) if request.expandable => {
-                self.grow_expandable(paging.pager(), cell, request, trace)
-            }
-            _ => self.grow_whole(cell, request, bytes, trace),
+        if let Some(paging) = self.paging.as_ref().filter(|_| request.expandable)
+            && let Some(_paging) = device.begin_paging()
+        {
+            return self.grow_expandable(paging.pager(), cell, request, trace);
         }
+        self.grow_whole(cell, request, bytes, trace)
     }
 
     /// What a miss takes from the driver for this request.

@@ -56,6 +56,11 @@ impl<B: Backend> Shared<B> {
         trace: &mut TraceBuffer,
         steps: &mut Vec<LadderStep>,
     ) -> AllocResult<Grown<HandedOut>, B> {
+        if !self.may_use_events() {
+            // Giving memory back waits for the device, which is as forbidden as waiting for events.
+            steps.push(LadderStep::Grow);
+            return self.grow(cell, request, false, trace);
+        }
         if self.collect_garbage(cell, request, trace)? {
             steps.push(LadderStep::GarbageCollection);
         }
@@ -89,7 +94,8 @@ impl<B: Backend> Shared<B> {
         self.grow(cell, request, true, trace)
     }
 
-    fn search(
+    /// Serves the request from the heap's free blocks, if one fits.
+    pub(super) fn search(
         &self,
         cell: &HeapCell<B>,
         request: &Request,

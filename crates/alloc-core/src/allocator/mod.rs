@@ -130,6 +130,9 @@ struct Device<B: Backend> {
     /// Held by whoever obtains memory from the backend or gives it back. Re-entrant, because a
     /// backend may call the allocator.
     growth: ReentrantMutex<()>,
+    /// Whether the holder of the growth lock is mapping or unmapping pages. A backend that calls the
+    /// allocator from there gets no pages mapped or unmapped.
+    paging: AtomicBool,
     events: EventQueue<B>,
 }
 
@@ -149,6 +152,12 @@ impl<B: Backend> Device<B> {
         self.reserved.load(Ordering::Relaxed)
     }
 
+    /// The right to map and unmap pages, under the growth lock; `None` from within a call of the
+    /// backend that does so already.
+    fn begin_paging(&self) -> Option<PagingTurn<'_>> {
+        (!self.paging.swap(true, Ordering::Relaxed)).then(|| PagingTurn(&self.paging))
+    }
+
     /// The heaps, in flush order.
     fn heaps(&self) -> Vec<Arc<HeapCell<B>>> {
         self.heaps.read().values().cloned().collect()
@@ -162,9 +171,19 @@ impl<B: Backend> Device<B> {
     }
 }
 
+/// See [`Device::begin_paging`].
+struct PagingTurn<'a>(&'a AtomicBool);
+
+impl Drop for PagingTurn<'_> {
+    fn drop(&mut self) {
+        self.0.store(false, Ordering::Relaxed);
+    }
+}
+
 type HeapMap<B> = BTreeMap<(PoolId, StreamId), Arc<HeapCell<B>>>;
 type Callback = Arc<dyn Fn(DeviceId) -> bool + Send + Sync>;
 type Observer = Arc<dyn Fn(&OomReport) + Send + Sync>;
+
 /// What backs expandable segments.
 enum Paging<B: Backend> {
     /// Pages of one size, created when mapped and destroyed when unmapped: policy `pytorch`.
@@ -200,6 +219,8 @@ struct Shared<B: Backend> {
     memory: fn(&B, DeviceId) -> Option<DeviceMemory>,
     tracing: AtomicBool,
     sink: RwLock<Option<Arc<dyn TraceSink>>>,
+    /// [`EventHold`]s in force.
+    holds: AtomicU32,
     callbacks: Mutex<BTreeMap<String, Callback>>,
     observers: Mutex<Vec<Observer>>,
 }
@@ -286,6 +307,7 @@ impl<B: Backend + MemoryInfo> CachingAllocator<B> {
                 memory: |backend, device| backend.memory(device).ok(),
                 tracing: AtomicBool::new(false),
                 sink: RwLock::new(None),
+                holds: AtomicU32::new(0),
                 callbacks: Mutex::new(BTreeMap::new()),
                 observers: Mutex::new(Vec::new()),
             }),
@@ -323,6 +345,7 @@ impl<B: Backend> Device<B> {
             heaps: RwLock::new(BTreeMap::new()),
             default_pool: Arc::new(PoolShared::new(PoolId::DEFAULT, false)),
             growth: ReentrantMutex::new(()),
+            paging: AtomicBool::new(false),
             events: EventQueue::new(config.event_order),
         }
     }
@@ -519,6 +542,11 @@ impl<B: Backend> CachingAllocator<B> {
         Ok(())
     }
 
+    /// Whether requests use and grow expandable segments now.
+    pub fn expandable_segments(&self) -> bool {
+        self.shared.rules(&self.shared.settings.lock(), false).expandable
+    }
+
     /// Turns expandable segments on or off for later requests (spec §4.9).
     ///
     /// # Errors
@@ -556,9 +584,35 @@ impl<B: Backend> CachingAllocator<B> {
         self.shared.observers.lock().push(Arc::new(observer));
     }
 
+    /// Until the hold is dropped, no event is recorded, queried or waited for but those that a free
+    /// needs, and no cached memory is given back: what a front asks for while a stream is captured
+    /// into a graph, when such calls fail or spoil the capture. Requests are served from what is
+    /// cached and from new memory. Holds may overlap.
+    pub fn hold_events(&self) -> EventHold<B> {
+        self.shared.holds.fetch_add(1, Ordering::Relaxed);
+        EventHold { shared: Arc::clone(&self.shared) }
+    }
+
     /// The block that is handed out at `addr`, or `None`.
     pub fn locate(&self, addr: Addr) -> Option<Located> {
         self.shared.locate(addr)
+    }
+}
+
+/// See [`CachingAllocator::hold_events`].
+pub struct EventHold<B: Backend> {
+    shared: Arc<Shared<B>>,
+}
+
+impl<B: Backend> std::fmt::Debug for EventHold<B> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("EventHold").finish_non_exhaustive()
+    }
+}
+
+impl<B: Backend> Drop for EventHold<B> {
+    fn drop(&mut self) {
+        self.shared.holds.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
@@ -657,6 +711,11 @@ impl<B: Backend> Shared<B> {
         if let Some(sink) = sink {
             trace.deliver(&*sink);
         }
+    }
+
+    /// Whether events may be used for the allocator's own purposes.
+    fn may_use_events(&self) -> bool {
+        self.holds.load(Ordering::Relaxed) == 0
     }
 
     fn device(&self, device: DeviceId) -> AllocResult<&Device<B>, B> {

@@ -49,13 +49,11 @@ impl<B: Backend> Shared<B> {
         let device = &self.devices[device.index()];
         device.counters.lock().num_sync_all_streams += 1;
         for stream in device.events.streams() {
-            while let Some(head) = device.events.take_head(stream) {
-                if let Err(source) = self.backend.wait(&head.event) {
-                    device.events.put_back(stream, head);
+            while let Some(head) = device.events.wait_for_head(stream) {
+                if let Err(source) = self.backend.wait(&head.entry().event) {
                     return Err(AllocError::Backend { op: BackendOp::Wait, source });
                 }
-                device.events.finish_head(stream);
-                self.settle(head.heap, head.block, trace);
+                self.settle(head, trace);
             }
         }
         Ok(())
@@ -68,7 +66,9 @@ impl<B: Backend> Shared<B> {
         device: DeviceId,
         trace: &mut TraceBuffer,
     ) -> AllocResult<(), B> {
-        if let Some(paging) = &self.paging {
+        if let Some(paging) = &self.paging
+            && let Some(_paging) = self.devices[device.index()].begin_paging()
+        {
             paging.pager().tidy(device);
             if let Paging::Handles(store) = paging {
                 self.reunite_all(&**store, device, trace);
@@ -92,6 +92,7 @@ impl<B: Backend> Shared<B> {
             self.release_whole(block, trace)?;
         }
         let Some(paging) = &self.paging else { return Ok(()) };
+        let Some(_paging) = self.devices[device.index()].begin_paging() else { return Ok(()) };
         for block in free.iter().filter(|block| block.expandable) {
             self.release_pages(paging.pager(), block, trace)?;
         }

@@ -140,7 +140,8 @@ impl<B: VirtualMemory> HandleTable<B> {
         }
     }
 
-    /// Undoes a half-done backing. What cannot be unmapped stays as a view that nothing belongs to.
+    /// Undoes a half-done backing. What cannot be unmapped stays as the view of a handle of its own
+    /// that nothing belongs to: it may lack access, so nothing must come to lie there.
     fn unmap_parts(
         &self,
         base: Addr,
@@ -155,10 +156,7 @@ impl<B: VirtualMemory> HandleTable<B> {
                 continue;
             }
             let mut layout = self.layout.lock();
-            let id = match part {
-                Part::New(bytes) => layout.add_handle(*bytes),
-                Part::Known { handle, .. } => *handle,
-            };
+            let id = layout.add_handle(part.bytes());
             layout.add_view(id, Place { base, at }, true);
             drop(layout);
             self.tokens.lock().pages.insert(id, page);
@@ -307,6 +305,24 @@ impl<B: VirtualMemory> Pager<B::Error> for HandleTable<B> {
                 self.tokens.lock().strays.push((of, page));
             }
         }
+    }
+
+    fn mapped(&self, device: DeviceId) -> BTreeMap<(Addr, u64), Vec<(Addr, u64)>> {
+        let reserved: Vec<(Addr, u64)> = {
+            let tokens = self.tokens.lock();
+            let mine = tokens.reserved.iter().filter(|(_, reserved)| reserved.device == device);
+            mine.map(|(base, reserved)| (*base, reserved.token.bytes())).collect()
+        };
+        let layout = self.layout.lock();
+        let owned = |(base, bytes): (Addr, u64)| {
+            let mut pieces = Vec::new();
+            for (at, id) in layout.views(base, base, base + bytes) {
+                let homes = layout[id].homes.iter().filter(|home| home.view.at == at);
+                pieces.extend(homes.map(|home| (at + home.from, home.bytes)));
+            }
+            ((base, bytes), pieces)
+        };
+        reserved.into_iter().map(owned).collect()
     }
 
     fn unreserve(&self, base: Addr) -> Result<(), PagerError<B::Error>> {

@@ -166,7 +166,7 @@ fn case_c9_segment_sizes_at_their_edges() {
 }
 
 /// Segments that happen to be neighbours were merged into one block, which then went back with a
-/// base that the driver did not know. A block never spans two segments.
+/// base that the driver did not know. Blocks tile their own segment (I1) and overlap no other (I2).
 #[test]
 fn case_d1_neighbouring_segments_stay_apart() {
     for policy in BOTH {

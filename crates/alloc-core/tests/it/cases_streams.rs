@@ -28,7 +28,7 @@ fn case_a1_a_busy_stream_hides_nothing_of_an_idle_one() {
 
 /// A copy on a side stream read memory that had been handed out again, because the program had not
 /// said that the stream used it. The allocator is right both times: without `record_stream` the
-/// block comes back at once, with it only after the stream.
+/// block comes back at once, with it only after the stream (I7).
 #[test]
 fn case_a2_only_a_recorded_stream_keeps_the_block() {
     for policy in BOTH {
@@ -160,7 +160,8 @@ fn case_a9_a_finished_stream_is_enough() {
     }
 }
 
-/// Several streams used the block: it comes back with the last of them, whichever that is.
+/// Several streams used the block: it comes back with the last of their events (I5), whichever that
+/// is.
 #[test]
 fn a_block_waits_for_every_stream_that_used_it() {
     for (first, last) in [(1, 2), (2, 1)] {
@@ -214,4 +215,29 @@ fn devices_share_nothing() {
     assert_eq!(rig.stat_of(DEV0, "num_ooms"), 0);
     assert_eq!(rig.stat_of(DEV1, "num_ooms"), 1);
     assert_eq!(rig.reserved(), 20 * MIB, "the other device's cache is left alone");
+}
+
+/// While events are held, as during a graph capture, none is recorded or queried for the allocator's
+/// own purposes and nothing is given back; afterwards all goes on.
+#[test]
+fn held_events_are_left_alone() {
+    for policy in BOTH {
+        let rig = Rig::of_size(40 * MIB, policy, "");
+        let (s0, s1) = (rig.s(0), rig.s(1));
+        let a = rig.alloc(20 * MIB, &s0);
+        rig.record_stream(&a, &s1).unwrap();
+        rig.free(a);
+        rig.backend.take_log();
+        let hold = rig.hold_events();
+        let b = rig.alloc(20 * MIB, &s0);
+        assert!(rig.try_alloc(20 * MIB, &s0).is_err(), "the pending block is not waited for");
+        let touched = rig.backend.take_log().into_iter().any(|entry| {
+            matches!(entry.info.call, Call::Query | Call::Wait | Call::Record | Call::Release)
+        });
+        assert!(!touched);
+        drop(hold);
+        let c = rig.alloc(20 * MIB, &s0);
+        rig.free(b);
+        rig.free(c);
+    }
 }

@@ -5,7 +5,7 @@ use alloc_core::{Policy, TraceEntry, TraceSink};
 use mock_backend::{Call, MockBackend};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
@@ -69,11 +69,13 @@ fn case_d4_blocks_never_fall_out_of_their_pool() {
 }
 
 /// A sink that needs a lock which others hold while they call the allocator, as a stack recorder
-/// needs the interpreter's.
-struct LockingSink(Arc<Mutex<()>>);
+/// needs the interpreter's. Says so before it waits for it.
+struct LockingSink(Arc<Mutex<()>>, Mutex<Sender<()>>);
 
 impl TraceSink for LockingSink {
     fn record(&self, _: &TraceEntry) {
+        // Nobody listens any more once the first one has come.
+        let _ = self.1.lock().unwrap().send(());
         let _interpreter = self.0.lock().unwrap();
     }
 }
@@ -86,35 +88,33 @@ fn case_n1_hooks_run_without_the_allocators_locks() {
     in_time(|| {
         let rig = Rig::of_size(4 * MIB, Policy::Ours, "");
         let interpreter = Arc::new(Mutex::new(()));
-        let alloc = Alloc::clone(&rig);
-        alloc.set_trace_sink(Some(Arc::new(LockingSink(Arc::clone(&interpreter)))));
-        let (observed, lock) = (Arc::new(AtomicUsize::new(0)), Arc::clone(&interpreter));
-        let count = Arc::clone(&observed);
-        alloc.add_oom_observer(move |_| {
+        let (waits, waiting) = channel();
+        let sink = LockingSink(Arc::clone(&interpreter), Mutex::new(waits));
+        let observed = Arc::new(AtomicUsize::new(0));
+        let (count, lock) = (Arc::clone(&observed), Arc::clone(&interpreter));
+        rig.add_oom_observer(move |_| {
             let _interpreter = lock.lock().unwrap();
             count.fetch_add(1, Ordering::Relaxed);
         });
         let lock = Arc::clone(&interpreter);
-        alloc.add_free_memory_callback("interpreter", move |_| {
+        rig.add_free_memory_callback("interpreter", move |_| {
             let _interpreter = lock.lock().unwrap();
             false
         });
-        let stream = rig.s(0);
+        let (alloc, stream) = (Alloc::clone(&rig), rig.s(0));
         let mine = alloc.allocate_raw(512, &stream).unwrap();
         thread::scope(|scope| {
             let held = interpreter.lock().unwrap();
-            let (started, wait) = channel();
+            alloc.set_trace_sink(Some(Arc::new(sink)));
             let alloc = &alloc;
             scope.spawn(move || {
-                started.send(()).unwrap();
                 let hit = alloc.allocate_raw(512, &stream).unwrap();
                 alloc.free_raw(hit).unwrap();
                 alloc.allocate_raw(3 * MIB, &stream).unwrap_err();
             });
-            wait.recv().unwrap();
-            // The other thread now comes to wait in the sink; nothing it holds may stop this one.
-            // The sink of this thread's own operation would take the lock again, so it is off.
-            thread::sleep(Duration::from_millis(20));
+            // The other thread is in the sink now. Nothing it holds may stop this one, whose own
+            // operations leave no trace: they would wait for the lock that it holds itself.
+            waiting.recv().unwrap();
             alloc.set_trace_sink(None);
             alloc.free_raw(mine).unwrap();
             let again = alloc.allocate_raw(512, &stream).unwrap();
@@ -123,7 +123,7 @@ fn case_n1_hooks_run_without_the_allocators_locks() {
             drop(held);
         });
         assert_eq!(observed.load(Ordering::Relaxed), 1);
-        alloc.remove_free_memory_callback("interpreter");
+        rig.remove_free_memory_callback("interpreter");
     });
 }
 

@@ -14,7 +14,8 @@ fn unknown(result: Result<(), Error>, at: Addr) {
     }
 }
 
-/// Addresses that no block handed out starts at, for an allocator in every state.
+/// Addresses that no block handed out starts at, inside segments and outside (I11), for an allocator in
+/// every state.
 #[test]
 fn addresses_that_are_not_handed_out_are_unknown() {
     for policy in BOTH {
@@ -73,7 +74,8 @@ fn a_double_free_is_refused() {
     }
 }
 
-/// Freed by address first, then by its allocation: the allocation comes back with the error.
+/// Freed by address first, then by its allocation: a stale id, which is an error (I10); the allocation
+/// comes back with it.
 #[test]
 fn an_allocation_freed_by_address_is_stale() {
     let rig = Rig::new(Policy::Ours, "");

@@ -3,12 +3,14 @@
 //! No lock is held during backend calls, so other threads get in between: a slow path must cope with
 //! whatever they do. Here they get in between at a chosen call, from a hook of the simulator: each
 //! scenario runs once for every call and every kind of intruder. What a second thread could do
-//! then, the hook does on the same thread; a deadlock ends the test.
+//! then, the hook does on the same thread; a deadlock ends the test. Afterwards nothing is left in
+//! anybody's hands (I12). The call itself then succeeds, or fails as well.
 
 use crate::cases_threads::in_time;
 use crate::rig::*;
+use alloc_core::backend::ErrorKind;
 use alloc_core::{Addr, AllocError, Policy};
-use mock_backend::{Call, Judged, MockBackend, MockStream};
+use mock_backend::{Call, Fault, Judged, MockBackend, MockStream};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
@@ -68,28 +70,44 @@ impl Stage {
         stage
     }
 
-    fn alloc(&self, bytes: u64, n: usize) -> Addr {
-        let addr = self.judged.allocate(bytes, &self.streams[n]).unwrap();
+    /// `None` if the call that the intruder met has failed.
+    fn alloc(&self, bytes: u64, n: usize) -> Option<Addr> {
+        let result = self.judged.allocate(bytes, &self.streams[n]);
         self.settled();
-        addr
+        self.unless_failed(result)
     }
 
-    fn free(&self, addr: Addr) {
-        self.judged.free(addr).unwrap();
+    fn free(&self, addr: Option<Addr>) {
+        let Some(addr) = addr else { return };
+        let result = self.judged.free(addr);
         self.settled();
+        if self.unless_failed(result).is_none() {
+            self.taken.lock().unwrap().push(addr);
+        }
     }
 
-    fn use_on(&self, addr: Addr, n: usize) {
-        self.judged.use_on(addr, &self.streams[n]).unwrap();
+    fn use_on(&self, addr: Option<Addr>, n: usize) {
+        if let Some(addr) = addr {
+            self.judged.use_on(addr, &self.streams[n]).unwrap();
+        }
     }
 
     fn empty(&self) {
-        self.judged.subject.empty_cache().unwrap();
+        let result = self.judged.subject.empty_cache();
         self.settled();
+        self.unless_failed(result);
     }
 
-    fn set_aside(&self, addr: Addr) {
-        self.aside.lock().unwrap().push(addr);
+    fn unless_failed<T>(&self, result: Result<T, Error>) -> Option<T> {
+        match result {
+            Ok(value) => Some(value),
+            Err(AllocError::Backend { source, .. }) if source.is_injected() => None,
+            Err(error) => panic!("{error}"),
+        }
+    }
+
+    fn set_aside(&self, addr: Option<Addr>) {
+        self.aside.lock().unwrap().extend(addr);
     }
 
     fn settled(&self) {
@@ -106,7 +124,7 @@ impl Stage {
             }
             Intruder::FreesAcrossStreams => {
                 let Some(addr) = self.aside.lock().unwrap().pop() else { return };
-                self.use_on(addr, 3);
+                self.judged.use_on(addr, &self.streams[3]).unwrap();
                 self.judged.free(addr).unwrap();
             }
             Intruder::Allocates => {
@@ -135,7 +153,7 @@ impl Stage {
     fn finish(self) {
         let rest = [&self.aside, &self.taken];
         for addr in rest.into_iter().flat_map(|list| std::mem::take(&mut *list.lock().unwrap())) {
-            self.free(addr);
+            self.free(Some(addr));
         }
         self.judged.backend.sync();
         self.empty();
@@ -173,18 +191,23 @@ fn scenario(stage: &Stage) {
     stage.empty();
 }
 
-/// Runs the scenario with the intruder at the `n`-th call; whether there was one.
-fn with_intruder(policy: Policy, text: &str, intruder: Intruder, n: u64) -> bool {
+/// Runs the scenario with the intruder at the `n`-th call, which then fails if `fails`. Returns
+/// whether there was such a call.
+fn with_intruder(policy: Policy, text: &str, intruder: Intruder, n: u64, fails: bool) -> bool {
     let stage = Arc::new(Stage::new(policy, text));
     let calls = Arc::new(AtomicU64::new(0));
     for call in Call::ALL {
-        let (stage, calls) = (Arc::downgrade(&stage), Arc::clone(&calls));
-        let backend = stage.upgrade().map(|stage| stage.judged.backend.clone());
-        backend.unwrap().set_hook(call, move |_| {
+        let (watched, calls) = (Arc::downgrade(&stage), Arc::clone(&calls));
+        stage.judged.backend.set_hook(call, move |_| {
             if calls.fetch_add(1, Ordering::Relaxed) + 1 == n
-                && let Some(stage) = stage.upgrade()
+                && let Some(stage) = watched.upgrade()
             {
                 stage.intrude(intruder);
+                if fails {
+                    // The call that is about to begin.
+                    let fault = Fault::nth(1).kind(ErrorKind::Other);
+                    stage.judged.backend.set_faults([fault]);
+                }
             }
         });
     }
@@ -195,28 +218,38 @@ fn with_intruder(policy: Policy, text: &str, intruder: Intruder, n: u64) -> bool
     calls.load(Ordering::Relaxed) >= n
 }
 
-fn at_every_call(intruder: Intruder, text: &'static str) {
+fn at_every_call(text: &'static str, fails: bool) {
     in_time(move || {
         for policy in BOTH {
-            let mut n = 1;
-            while with_intruder(policy, text, intruder, n) {
-                n += 1;
+            for intruder in INTRUDERS {
+                let mut n = 1;
+                while with_intruder(policy, text, intruder, n, fails) {
+                    n += 1;
+                }
+                assert!(n > 10);
             }
-            assert!(n > 10);
         }
     });
 }
 
 #[test]
 fn ordinary_segments_at_every_call() {
-    INTRUDERS.into_iter().for_each(|intruder| at_every_call(intruder, ""));
+    at_every_call("", false);
 }
 
 #[test]
 fn expandable_segments_at_every_call() {
-    for intruder in INTRUDERS {
-        at_every_call(intruder, "expandable_segments:True");
-    }
+    at_every_call("expandable_segments:True", false);
+}
+
+#[test]
+fn ordinary_segments_at_every_call_that_fails() {
+    at_every_call("", true);
+}
+
+#[test]
+fn expandable_segments_at_every_call_that_fails() {
+    at_every_call("expandable_segments:True", true);
 }
 
 /// Somebody else is asking about an event while this request has to wait for it: the wait must not
@@ -250,8 +283,10 @@ fn a_flush_waits_for_an_event_that_another_thread_asks_about() {
                 });
                 inside.recv().unwrap();
                 let needing = scope.spawn(|| alloc.allocate_raw(20 * MIB, &s0));
-                // Long enough for the request to come to its wait.
-                std::thread::sleep(std::time::Duration::from_millis(20));
+                // The request has come to its wait when this is counted.
+                while alloc.stats(DEV0).unwrap().get("num_sync_all_streams") == Some(0) {
+                    std::thread::yield_now();
+                }
                 leave.send(()).unwrap();
                 asking.join().unwrap();
                 match needing.join().unwrap() {

@@ -6,6 +6,7 @@
 //! * `threads`: real threads;
 //! * `pictures`: short scripts as maps of their segments;
 //! * `errors`, `teardown`: misuse, broken backends, and the end.
+#![expect(clippy::unwrap_used, reason = "in a test a panic is the report, helpers included")]
 
 mod cases_expandable;
 mod cases_ladder;
@@ -17,6 +18,7 @@ mod errors;
 mod faults;
 mod interleave;
 mod liar;
+mod machine;
 mod pictures;
 mod replay;
 mod rig;

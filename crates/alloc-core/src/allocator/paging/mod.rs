@@ -18,7 +18,7 @@ use super::grow::{Grown, Shortage};
 use super::{AllocResult, Device, HeapCell, Shared};
 use crate::backend::{Backend, BackendError, Completion, ErrorKind, SEGMENT_ALIGN};
 use crate::config::OursSettings;
-use crate::error::{AddressSpaceLack, AllocError, BackendOp};
+use crate::error::{AddressSpaceLack, AllocError};
 use crate::handles::HandleStore;
 use crate::heap::Request;
 use crate::pager::{BadRange, PagerError};
@@ -49,10 +49,6 @@ struct Terms {
     unit: u64,
     /// What may be reserved before memory is moved.
     line: u64,
-    /// What was ever needed at once.
-    peak: u64,
-    /// Whether that much is needed now.
-    at_peak: bool,
     /// The largest new handle.
     handle_bytes_max: u64,
     /// Whether other streams may be waited for.
@@ -73,7 +69,7 @@ impl<B: Backend> Shared<B> {
         trace: &mut TraceBuffer,
     ) -> AllocResult<Grown<HandedOut>, B> {
         let device = &self.devices[cell.device.index()];
-        self.trim_views(store, cell)?;
+        self.trim_views(store, cell);
         let mut terms = self.terms(store, cell, request, waiting);
         let mut interrupted = 0;
         loop {
@@ -93,20 +89,18 @@ impl<B: Backend> Shared<B> {
 
     /// Keeps the number of views in bounds. Unmapping waits for nothing, so only views go that were
     /// left before an event which the heap's stream has reached.
-    fn trim_views(&self, store: &Store<B>, cell: &HeapCell<B>) -> AllocResult<(), B> {
+    fn trim_views(&self, store: &Store<B>, cell: &HeapCell<B>) {
         let most = self.settings.lock().ours.views_max as usize;
         let mark = cell.view_mark.lock().take();
-        let mark = match mark {
-            Some(mark) => mark,
-            None if store.layout().is_crowded(most) => {
-                let epoch = store.layout().epoch();
-                let event = self.backend.record(&cell.stream);
-                let event = event
-                    .map_err(|source| AllocError::Backend { op: BackendOp::Record, source })?;
-                (epoch, event)
-            }
-            None => return Ok(()),
-        };
+        let crowded = mark.is_some() || store.layout().is_crowded(most);
+        if !crowded || !self.may_use_events() {
+            *cell.view_mark.lock() = mark;
+            return;
+        }
+        // An event that cannot be had tells nothing; the next growth asks again.
+        let epoch = store.layout().epoch();
+        let record = || self.backend.record(&cell.stream).ok().map(|event| (epoch, event));
+        let Some(mark) = mark.or_else(record) else { return };
         match self.backend.query(&mark.1) {
             Ok(Completion::Reached) => {
                 let state = cell.state.lock();
@@ -117,9 +111,8 @@ impl<B: Backend> Shared<B> {
                 store.trim(&bases, most, mark.0);
             }
             Ok(Completion::Pending) => *cell.view_mark.lock() = Some(mark),
-            Err(source) => return Err(AllocError::Backend { op: BackendOp::Query, source }),
+            Err(_) => {}
         }
-        Ok(())
     }
 
     fn terms(
@@ -140,8 +133,6 @@ impl<B: Backend> Shared<B> {
             knobs,
             unit,
             line: peak.saturating_add(margin),
-            peak,
-            at_peak: needed == peak,
             handle_bytes_max: handle_bytes_max(&knobs, request, unit, calm),
             waiting,
             desperate: false,
@@ -170,7 +161,8 @@ impl<B: Backend> Shared<B> {
     ) -> AllocResult<Result<HandedOut, Setback>, B> {
         let device = &self.devices[cell.device.index()];
         let reserved = device.reserved();
-        let headroom = terms.line.saturating_sub(reserved) / terms.unit * terms.unit;
+        let line = terms.line.min(device.limit().unwrap_or(u64::MAX));
+        let headroom = line.saturating_sub(reserved) / terms.unit * terms.unit;
         let room = request.rounded + self.slack(store, terms);
         let (behind, _) = match self.sites(store, cell, request, room)? {
             Ok(sites) => sites,
@@ -212,8 +204,6 @@ impl<B: Backend> Shared<B> {
         if let Some(window) = window {
             return self.reopen(store, cell, request, &window, &supply, trace);
         }
-        let batch = terms.peak / u64::from(terms.knobs.batch_divisor) / terms.unit * terms.unit;
-        let batch = if terms.at_peak && !terms.desperate { batch } else { 0 };
         let plan = {
             let layout = store.layout();
             let task = Task {
@@ -223,7 +213,6 @@ impl<B: Backend> Shared<B> {
                 wanted: request.rounded,
                 unit: terms.unit,
                 headroom,
-                batch: self.within_limit(device, batch, 0),
                 handle_bytes_max: terms.handle_bytes_max,
                 part_bytes_min: least_part(terms),
                 // Views are dropped again at leisure.
@@ -252,8 +241,7 @@ impl<B: Backend> Shared<B> {
     /// Address space that a range may take beyond the request: handles are taken whole.
     fn slack(&self, store: &Store<B>, terms: &Terms) -> u64 {
         let largest = terms.knobs.handle_bytes_calm.max(store.layout().largest());
-        let batch = terms.peak / u64::from(terms.knobs.batch_divisor);
-        (4 * largest + batch).next_multiple_of(terms.unit)
+        (4 * largest).next_multiple_of(terms.unit)
     }
 
     /// [`find_sites`](Self::find_sites), reserving more address space if there is not enough.
@@ -363,22 +351,21 @@ impl<B: Backend> Shared<B> {
             self.synchronize(&cell.stream)?;
             return Ok(Some(clock));
         }
-        let mut mark = cell.mark.lock().take();
-        if mark.is_none() {
-            let event = self.backend.record(&cell.stream);
-            let event =
-                event.map_err(|source| AllocError::Backend { op: BackendOp::Record, source })?;
-            mark = Some((clock, event));
+        if !self.may_use_events() {
+            return Ok(None);
         }
-        let Some((clock, event)) = mark else { return Ok(None) };
-        match self.backend.query(&event) {
-            Ok(Completion::Reached) => Ok(Some(clock)),
+        // An event that cannot be had tells nothing; the next growth asks again.
+        let mark = cell.mark.lock().take();
+        let record = || self.backend.record(&cell.stream).ok().map(|event| (clock, event));
+        let Some((clock, event)) = mark.or_else(record) else { return Ok(None) };
+        Ok(match self.backend.query(&event) {
+            Ok(Completion::Reached) => Some(clock),
             Ok(Completion::Pending) => {
                 *cell.mark.lock() = Some((clock, event));
-                Ok(None)
+                None
             }
-            Err(source) => Err(AllocError::Backend { op: BackendOp::Query, source }),
-        }
+            Err(_) => None,
+        })
     }
 
     /// All memory that may be used by `cell`'s stream now: what is free in its own heap at once, since

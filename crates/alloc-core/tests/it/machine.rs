@@ -1,0 +1,196 @@
+//! Random operations under the judge and, with policy pytorch, beside the naive model: addresses,
+//! every statistic, the trace and, now and then, all blocks are compared after every operation, and
+//! everything is recomputed from scratch (`check()`). A failing sequence shrinks.
+//!
+//! Machine, options and operations are drawn for each case. `ALLOC_CORE_SEED` (a number) draws
+//! others, `ALLOC_CORE_CASES` sets how many cases each test plays; each has a few hundred
+//! operations. A long run, which needs optimised code to be quick:
+//!
+//! ```text
+//! ALLOC_CORE_SEED=$RANDOM ALLOC_CORE_CASES=10000 cargo test --release -p alloc-core --test it machine
+//! ```
+
+use crate::rig::{GIB, MIB};
+use mock_backend::Fault;
+use mock_backend::strategy::ops;
+use mock_backend::trial::{Failure, Trial, TrialConf};
+use mock_backend::workload::{Op, Shape};
+use proptest::prelude::*;
+use proptest::sample::{select, subsequence};
+use proptest::test_runner::{Config, RngAlgorithm, TestError, TestRng, TestRunner};
+
+/// Operations of one case.
+const OPS: std::ops::Range<usize> = 300..400;
+/// Cases of each test against the model, unless the environment says otherwise. Two tests make more
+/// than 20,000 operations.
+const CASES: u32 = 34;
+
+/// Options that the allocator and the model both know, one choice from each line at most.
+const OPTIONS: [&[&str]; 6] = [
+    &["max_split_size_mb:64", "max_split_size_mb:70", "max_split_size_mb:100"],
+    &["max_non_split_rounding_mb:64", "max_non_split_rounding_mb:80"],
+    &["garbage_collection_threshold:0.2", "garbage_collection_threshold:0.7"],
+    &[
+        "roundup_power2_divisions:1",
+        "roundup_power2_divisions:4",
+        "roundup_power2_divisions:[1:2,4:8,>:2]",
+        "roundup_power2_divisions:[>:4]",
+    ],
+    &["large_segment_size_mb:12", "large_segment_size_mb:32", "large_segment_size_mb:64"],
+    &["expandable_segments:True"],
+];
+
+/// What a case is played on.
+#[derive(Clone, Debug)]
+struct Setting {
+    options: String,
+    devices: u16,
+    streams: u16,
+    capacity: u64,
+    /// Seed and probability of work ending by itself.
+    chance: Option<(u64, f64)>,
+    /// Seed and probability of failures.
+    faults: Option<(u64, f64)>,
+    shape: Shape,
+}
+
+fn options() -> impl Strategy<Value = String> {
+    let lines = OPTIONS.map(|line| select(line).boxed()).to_vec();
+    (subsequence((0..OPTIONS.len()).collect::<Vec<_>>(), 0..=OPTIONS.len()), lines).prop_map(
+        |(used, chosen)| used.into_iter().map(|n| chosen[n]).collect::<Vec<_>>().join(","),
+    )
+}
+
+/// What a case is compared with.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Against {
+    /// The model, after every operation.
+    Model,
+    /// Nothing but the judge and the allocator's own check; so work may end by chance.
+    Judge,
+    /// The same, with failures injected.
+    Faults,
+}
+
+fn setting(against: Against) -> impl Strategy<Value = Setting> {
+    let machine = (1..=2u16, 1..=4u16, select(vec![96 * MIB, 200 * MIB, 512 * MIB, u64::MAX]));
+    let chance = prop::option::weighted(0.3, (any::<u64>(), 0.05..0.5));
+    let faults = (any::<u64>(), select(vec![0.002, 0.02, 0.2]));
+    let shape = (any::<bool>(), any::<bool>(), select(vec![MIB, 12 * MIB, 64 * MIB]), 5..80u64);
+    (options(), machine, chance, faults, shape).prop_map(
+        move |(options, (devices, streams, capacity), chance, faults, shape)| {
+            let (limited, toggles, bytes_max, live) = shape;
+            Setting {
+                options,
+                devices,
+                streams,
+                capacity,
+                chance: chance.filter(|_| against != Against::Model),
+                faults: (against == Against::Faults).then_some(faults),
+                shape: Shape {
+                    streams: usize::from(devices * streams),
+                    bytes_max,
+                    live,
+                    limits: limited.then_some((40 * MIB, 300 * MIB)),
+                    toggles,
+                },
+            }
+        },
+    )
+}
+
+fn case(against: Against) -> impl Strategy<Value = (Setting, Vec<Op>)> {
+    setting(against).prop_flat_map(|setting| {
+        let ops = ops(setting.shape, OPS);
+        (Just(setting), ops)
+    })
+}
+
+fn play(conf: TrialConf, setting: &Setting, ops: &[Op]) -> Result<(), Failure> {
+    let mut conf = conf.devices(setting.devices, setting.streams).capacity(setting.capacity);
+    if let Some((seed, p)) = setting.chance {
+        conf = conf.ends_by_chance(seed, p);
+    }
+    let mut trial = match setting.faults {
+        Some(_) => Trial::new(&conf.without_model()),
+        None => Trial::new(&conf),
+    };
+    if let Some((seed, p)) = setting.faults {
+        trial.backend().set_faults([Fault::chance(seed, p)]);
+    }
+    ops.iter().try_for_each(|op| trial.play(op))?;
+    trial.finish()
+}
+
+fn environment(name: &str) -> Option<u64> {
+    let text = std::env::var(name).ok()?;
+    Some(text.parse().unwrap_or_else(|_| panic!("{name} must be a number, not {text}")))
+}
+
+/// Plays drawn cases with the settings that `conf` makes of the options.
+fn run(against: Against, conf: fn(&str) -> TrialConf) {
+    let seed = environment("ALLOC_CORE_SEED").unwrap_or(1);
+    let cases = environment("ALLOC_CORE_CASES").map_or(CASES, |cases| cases as u32);
+    let cases = if against == Against::Model { cases } else { cases.div_ceil(3) };
+    let mut bytes = [0; 32];
+    bytes[..8].copy_from_slice(&seed.to_le_bytes());
+    let config =
+        Config { cases, failure_persistence: None, max_shrink_iters: 5_000, ..Config::default() };
+    let mut runner =
+        TestRunner::new_with_rng(config, TestRng::from_seed(RngAlgorithm::ChaCha, &bytes));
+    let result = runner.run(&case(against), |(setting, ops)| {
+        play(conf(&setting.options), &setting, &ops)
+            .map_err(|failure| TestCaseError::fail(failure.to_string()))
+    });
+    match result {
+        Ok(()) => {}
+        Err(TestError::Fail(why, (setting, ops))) => {
+            let count = ops.len();
+            panic!("ALLOC_CORE_SEED={seed}: {why}\n{setting:?}\n{count} operations: {ops:#?}")
+        }
+        Err(TestError::Abort(why)) => panic!("ALLOC_CORE_SEED={seed}: {why}"),
+    }
+}
+
+#[test]
+fn ordinary_and_expandable_segments_agree_with_the_model() {
+    run(Against::Model, TrialConf::pytorch);
+}
+
+#[test]
+fn expandable_segments_agree_with_the_model() {
+    run(Against::Model, |options| TrialConf::pytorch(&expandable(options)));
+}
+
+#[test]
+fn policy_ours_passes_the_judge() {
+    run(Against::Judge, TrialConf::ours);
+    run(Against::Judge, |options| TrialConf::ours(&expandable(options)));
+}
+
+#[test]
+fn injected_failures_change_nothing_else() {
+    run(Against::Faults, TrialConf::pytorch);
+    run(Against::Faults, TrialConf::ours);
+}
+
+fn expandable(options: &str) -> String {
+    match options {
+        "" => "expandable_segments:True".to_owned(),
+        _ => format!("{options},expandable_segments:True"),
+    }
+}
+
+/// The harness is awake: a sequence that ends in a use after free is reported, and shrinks to
+/// little more than that.
+#[test]
+fn the_machine_notices() {
+    let trial = Trial::new(&TrialConf::ours("").capacity(GIB));
+    let stream = trial.backend().default_stream(alloc_core::DeviceId::new(0));
+    let addr = trial.allocator().allocate_raw(MIB, &stream).unwrap();
+    trial.backend().judge().allocated(addr, MIB, &stream);
+    trial.allocator().free_raw(addr).unwrap();
+    let mut trial = trial;
+    let failure = trial.play(&Op::Allocate { bytes: MIB, stream: 0 }).unwrap_err();
+    assert!(failure.what.contains("Overlap"), "{failure}");
+}
