@@ -144,9 +144,6 @@ pub struct OursSettings {
     pub margin_bytes_min: u64,
     /// `ours_ahead`: within the margin, up to this many times the request is created at once.
     pub ahead: u32,
-    /// `ours_batch_divisor`: where new memory is needed beyond the margin and never was so much in
-    /// use, at least this part of the most that was ever needed is created at once.
-    pub batch_divisor: u32,
     /// `ours_handle_max_mb`, in bytes: the largest physical handle to create for usual growth.
     pub handle_bytes_max: u64,
     /// `ours_handle_share`: and no handle is larger than the request it is created for divided by
@@ -169,10 +166,9 @@ impl Default for OursSettings {
             margin: 0.005,
             margin_bytes_min: 24 << 20,
             ahead: 4,
-            batch_divisor: 800,
-            handle_bytes_max: 10 << 20,
-            handle_share: 3,
-            handle_bytes_calm: 32 << 20,
+            handle_bytes_max: 18 << 20,
+            handle_share: 1,
+            handle_bytes_calm: 64 << 20,
             part_bytes_min: 1 << 20,
             views_max: 8,
         }

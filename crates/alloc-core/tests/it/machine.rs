@@ -162,6 +162,7 @@ fn expandable_segments_agree_with_the_model() {
     run(Against::Model, |options| TrialConf::pytorch(&expandable(options)));
 }
 
+/// The judge and the checker, that of views included (E4).
 #[test]
 fn policy_ours_passes_the_judge() {
     run(Against::Judge, TrialConf::ours);

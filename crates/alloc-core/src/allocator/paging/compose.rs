@@ -43,8 +43,6 @@ pub(super) struct Task<'a> {
     pub(super) unit: u64,
     /// What may be created before memory is moved.
     pub(super) headroom: u64,
-    /// What to create at once if more than the headroom is needed.
-    pub(super) batch: u64,
     pub(super) handle_bytes_max: u64,
     /// The smallest part of a handle that moves without the rest.
     pub(super) part_bytes_min: u64,
@@ -213,15 +211,10 @@ impl Task<'_> {
             let whole = rest.next_multiple_of(self.unit);
             let less = rest - longest.map_or(0, |head| head.bytes);
             let less = less.next_multiple_of(self.unit);
-            let create = if less < whole {
+            if less < whole {
                 head = longest;
-                less
-            } else if whole > self.headroom {
-                whole.max(self.batch)
-            } else {
-                whole
-            };
-            plan.parts.extend(cut(create, self.handle_bytes_max));
+            }
+            plan.parts.extend(cut(less, self.handle_bytes_max));
         }
         plan.add_end(self, head.copied());
         plan

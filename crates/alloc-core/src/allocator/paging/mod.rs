@@ -49,10 +49,6 @@ struct Terms {
     unit: u64,
     /// What may be reserved before memory is moved.
     line: u64,
-    /// What was ever needed at once.
-    peak: u64,
-    /// Whether that much is needed now.
-    at_peak: bool,
     /// The largest new handle.
     handle_bytes_max: u64,
     /// Whether other streams may be waited for.
@@ -137,8 +133,6 @@ impl<B: Backend> Shared<B> {
             knobs,
             unit,
             line: peak.saturating_add(margin),
-            peak,
-            at_peak: needed == peak,
             handle_bytes_max: handle_bytes_max(&knobs, request, unit, calm),
             waiting,
             desperate: false,
@@ -210,8 +204,6 @@ impl<B: Backend> Shared<B> {
         if let Some(window) = window {
             return self.reopen(store, cell, request, &window, &supply, trace);
         }
-        let batch = terms.peak / u64::from(terms.knobs.batch_divisor) / terms.unit * terms.unit;
-        let batch = if terms.at_peak && !terms.desperate { batch } else { 0 };
         let plan = {
             let layout = store.layout();
             let task = Task {
@@ -221,7 +213,6 @@ impl<B: Backend> Shared<B> {
                 wanted: request.rounded,
                 unit: terms.unit,
                 headroom,
-                batch: self.within_limit(device, batch, 0),
                 handle_bytes_max: terms.handle_bytes_max,
                 part_bytes_min: least_part(terms),
                 // Views are dropped again at leisure.
@@ -250,8 +241,7 @@ impl<B: Backend> Shared<B> {
     /// Address space that a range may take beyond the request: handles are taken whole.
     fn slack(&self, store: &Store<B>, terms: &Terms) -> u64 {
         let largest = terms.knobs.handle_bytes_calm.max(store.layout().largest());
-        let batch = terms.peak / u64::from(terms.knobs.batch_divisor);
-        (4 * largest + batch).next_multiple_of(terms.unit)
+        (4 * largest).next_multiple_of(terms.unit)
     }
 
     /// [`find_sites`](Self::find_sites), reserving more address space if there is not enough.

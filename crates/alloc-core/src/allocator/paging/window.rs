@@ -88,6 +88,9 @@ impl Search<'_> {
 
     fn next_piece(&self, handle: HandleId, from: u64) -> Option<(usize, Piece)> {
         let pieces = self.stock.of(handle).map(|at| (at, self.stock.pieces[at]));
+        // All bytes of a handle belong to one heap: from another one it comes whole.
+        let whole = self.layout[handle].bytes;
+        let pieces = pieces.filter(|(_, piece)| piece.heap == 0 || piece.bytes == whole);
         pieces.filter(|(_, piece)| piece.from >= from).min_by_key(|(_, piece)| piece.from)
     }
 
