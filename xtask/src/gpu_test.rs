@@ -65,6 +65,20 @@ const PRODUCTS: &[Product] = &[
         profile: TEST_PROFILE,
     },
     Product {
+        package: "alloc-host-cuda",
+        selection: &["--test", "gpu"],
+        target: "gpu",
+        file: "alloc-host-cuda-gpu",
+        profile: TEST_PROFILE,
+    },
+    Product {
+        package: "alloc-host-cuda",
+        selection: &["--bench", "pinned"],
+        target: "pinned",
+        file: "alloc-host-cuda-bench",
+        profile: "dist",
+    },
+    Product {
         package: "alloc-torch",
         selection: &["--lib"],
         target: "alloc_torch",
@@ -84,12 +98,16 @@ const PRODUCTS: &[Product] = &[
 const TEST_PROFILE: &str = "gpu";
 
 /// Files of the repository that lie beside the programs in a bundle.
-const SCRIPTS: &[&str] =
-    &["crates/alloc-torch/python/gpu_alloc.py", "crates/alloc-torch/python/torch_check.py"];
+const SCRIPTS: &[&str] = &[
+    "crates/alloc-host-cuda/benches/build_peer_host.sh",
+    "crates/alloc-host-cuda/benches/peer_host.cpp",
+    "crates/alloc-torch/python/gpu_alloc.py",
+    "crates/alloc-torch/python/torch_check.py",
+];
 
 /// The test programs of a bundle, in order: the products and scripts that take `--require-gpu`, exit
 /// with [`NO_GPU`] and print a line `test NAME ... ok|FAILED|skipped` for each test.
-const TESTS: &[&str] = &["alloc-cuda-gpu", "torch_check.py"];
+const TESTS: &[&str] = &["alloc-cuda-gpu", "alloc-host-cuda-gpu", "torch_check.py"];
 
 /// Folders of the repository that programs read at run time.
 const DATA: &[&str] = &["traces", "peers"];
@@ -303,13 +321,15 @@ mod tests {
 
     #[test]
     fn the_script_adds_up_and_tells_failure_from_absence() {
+        let programs = TESTS.iter().filter(|test| !test.ends_with(".py")).count();
+        let total = |failed: usize| {
+            format!("total: {programs} passed, {} failed, {programs} skipped", failed * programs)
+        };
         let fine = "echo 'test a ... ok (1 ms)'; echo 'test b ... skipped: no peer'";
-        let (line, code) = run_with(fine);
-        assert_eq!((line.as_str(), code), ("total: 1 passed, 0 failed, 1 skipped", Some(0)));
-        let (line, code) = run_with(&format!("{fine}; echo 'test c ... FAILED (2 ms)'; exit 1"));
-        assert_eq!((line.as_str(), code), ("total: 1 passed, 1 failed, 1 skipped", Some(1)));
-        let (line, code) = run_with(&format!("{fine}; kill -SEGV $$"));
-        assert_eq!((line.as_str(), code), ("total: 1 passed, 1 failed, 1 skipped", Some(1)));
+        assert_eq!(run_with(fine), (total(0), Some(0)));
+        let failed = format!("{fine}; echo 'test c ... FAILED (2 ms)'; exit 1");
+        assert_eq!(run_with(&failed), (total(1), Some(1)));
+        assert_eq!(run_with(&format!("{fine}; kill -SEGV $$")), (total(1), Some(1)));
         let (line, code) = run_with(&format!("exit {NO_GPU}"));
         assert_eq!(line, "no GPU here: nothing was tested");
         assert_eq!(code, Some(i32::from(NO_GPU)));

@@ -68,6 +68,13 @@ impl StreamTrait for CudaStream {
     }
 }
 
+/// For code that takes any stream of CUDA, such as that of pinned memory.
+impl AsRef<Stream> for CudaStream {
+    fn as_ref(&self) -> &Stream {
+        self.driver_stream()
+    }
+}
+
 impl PartialEq for CudaStream {
     fn eq(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.state, &other.state)

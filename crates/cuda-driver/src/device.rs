@@ -23,6 +23,12 @@ pub enum Attribute {
     GpuDirectWithVirtualMemory,
     /// `cuMemAllocAsync` works.
     MemoryPools,
+    /// Domain of its PCI address.
+    PciDomain,
+    /// Bus of its PCI address.
+    PciBus,
+    /// Slot of its PCI address.
+    PciDevice,
 }
 
 impl Attribute {
@@ -41,6 +47,9 @@ impl Attribute {
                 CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED
             }
             Attribute::MemoryPools => CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED,
+            Attribute::PciDomain => CU_DEVICE_ATTRIBUTE_PCI_DOMAIN_ID,
+            Attribute::PciBus => CU_DEVICE_ATTRIBUTE_PCI_BUS_ID,
+            Attribute::PciDevice => CU_DEVICE_ATTRIBUTE_PCI_DEVICE_ID,
         }
     }
 }

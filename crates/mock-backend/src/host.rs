@@ -7,7 +7,7 @@
 use std::time::Duration;
 
 use alloc_core::backend::{Backend, Completion, ErrorKind, Refused};
-use alloc_core::host::{CopyData, HostBackend, NodeId, PinRequest, PinnedSegment};
+use alloc_core::host::{CopyData, CopyRequest, HostBackend, NodeId, PinRequest, PinnedSegment};
 use alloc_core::{Addr, DeviceId};
 
 use crate::judge::unordered;
@@ -147,8 +147,17 @@ fn may_ask_relaxed(sim: &mut Sim, event: &MockEvent, info: &CallInfo) -> Result<
 }
 
 impl CopyData for MockBackend {
-    /// Contents are not simulated; the ranges are judged.
-    fn copy(&self, to: Addr, from: Addr, bytes: u64) -> Result<(), MockError> {
+    fn copy(&self, request: &CopyRequest) -> Result<(), MockError> {
+        self.copy_on_host(request.to(), request.from(), request.bytes())
+    }
+}
+
+impl MockBackend {
+    /// A copy by the host. Contents are not simulated; the ranges are judged.
+    ///
+    /// # Errors
+    /// Injected ones; [`ErrorKind::Other`] if a range is not inside one allocation.
+    pub fn copy_on_host(&self, to: Addr, from: Addr, bytes: u64) -> Result<(), MockError> {
         let info = on_range(Call::Copy, DeviceId::new(0), to, bytes);
         self.call(info, |sim, _| {
             for at in [to, from] {

@@ -1,7 +1,7 @@
 //! The public face: requests come in, the engine and the background thread do the rest.
 
 use super::allocation::{HostAllocation, HostContext, Place};
-use super::backend::{CopyData, HostBackend};
+use super::backend::{CopyData, CopyRequest, HostBackend};
 use super::background::Background;
 use super::check::HostViolation;
 use super::config::{HostConfError, HostConfig};
@@ -9,7 +9,7 @@ use super::engine::{Ask, Engine, PoolOf, REQUEST_BYTES_MAX, Result};
 use super::error::{HostError, HostFreeError, HostOp};
 use super::events::Scan;
 use super::heap::Cut;
-use super::home::BlockRef;
+use super::home::{After, BlockRef, Freed};
 use super::pools::{DEFAULT, PoolError};
 use super::stats::HostStats;
 use super::store::Store;
@@ -70,7 +70,7 @@ impl<B: HostBackend> HostAllocator<B> {
         Ok(HostAllocator { shared: Arc::new(shared) })
     }
 
-    fn engine(&self) -> &Engine<B> {
+    pub(super) fn engine(&self) -> &Engine<B> {
         &self.shared.engine
     }
 
@@ -139,6 +139,7 @@ impl<B: HostBackend> HostAllocator<B> {
         }
     }
 
+    /// The path of a hit is short, and all in one place: it costs little more than its lock.
     #[inline(always)]
     fn serve(&self, bytes: u64, place: Place, pool: &PoolOf<B>) -> Result<HostAllocation, B> {
         let engine = self.engine();
@@ -146,8 +147,21 @@ impl<B: HostBackend> HostAllocator<B> {
             return self.refuse(bytes);
         }
         let ask = Ask { pool, node: engine.node(place)?, bytes };
+        if let Store::Slabs(slabs) = &pool.store
+            && engine.options.is_cached(bytes)
+            && let Some(served) = slabs.take_at_hand(ask.node, bytes, Cut::Sparingly)
+        {
+            return Ok(engine.wrap(ask, served));
+        }
+        self.serve_from_afar(ask)
+    }
+
+    /// Serves what the heap at hand does not.
+    #[inline(never)]
+    fn serve_from_afar(&self, ask: Ask<'_, B>) -> Result<HostAllocation, B> {
+        let engine = self.engine();
         if !engine.is_ours() {
-            self.process_inline(pool)?;
+            self.process_inline(ask.pool)?;
         }
         match engine.take(ask, Cut::Sparingly) {
             Some(served) => Ok(engine.wrap(ask, served)),
@@ -208,21 +222,44 @@ impl<B: HostBackend> HostAllocator<B> {
         &self,
         allocation: HostAllocation,
     ) -> std::result::Result<(), HostFreeError<B::Error>> {
-        if allocation.addr.is_null() {
-            return Ok(());
-        }
-        let HostContext { owner, block } = allocation.context;
-        let error = if owner != self.engine().owner {
-            HostError::ForeignAllocation(allocation.addr)
-        } else {
-            match self.engine().free(block) {
-                Ok(true) => return Ok(()),
-                // The same memory was freed through its address before.
-                Ok(false) => HostError::UnknownAddress(allocation.addr),
-                Err(error) => error,
+        let engine = self.engine();
+        let context = &allocation.context;
+        if context.owner == engine.owner && context.block.pool == DEFAULT {
+            let (home, id) = (context.block.home, context.block.id);
+            let freed = engine.pools.default_pool().store.free_unused(home, id);
+            if freed == Freed::Done(After::Nothing) {
+                return Ok(());
             }
+            return self.finish_free(allocation, freed);
+        }
+        self.finish_free(allocation, Freed::Used)
+    }
+
+    /// The rest of a free that was not over at once. [`Freed::Used`]: nothing is done yet.
+    #[inline(never)]
+    fn finish_free(
+        &self,
+        allocation: HostAllocation,
+        freed: Freed,
+    ) -> std::result::Result<(), HostFreeError<B::Error>> {
+        let (engine, addr) = (self.engine(), allocation.addr);
+        let HostContext { owner, block } = allocation.context;
+        let result = match freed {
+            _ if addr.is_null() => Ok(true),
+            _ if owner != engine.owner => Err(HostError::ForeignAllocation(addr)),
+            Freed::Done(after) => {
+                engine.settle(block.pool, block.home, after);
+                Ok(true)
+            }
+            Freed::Used => engine.free(block),
+            Freed::Unknown => Ok(false),
         };
-        Err(HostFreeError { allocation, error })
+        match result {
+            Ok(true) => Ok(()),
+            // The same memory was freed through its address before.
+            Ok(false) => Err(HostFreeError { allocation, error: HostError::UnknownAddress(addr) }),
+            Err(error) => Err(HostFreeError { allocation, error }),
+        }
     }
 
     /// Allocates for callers that keep addresses only. Give it back with
@@ -437,8 +474,10 @@ impl<B: CopyData> HostAllocator<B> {
         if bytes == 0 {
             return Ok(());
         }
-        let copied = self.backend().copy(to.addr + to_offset, from.addr + from_offset, bytes);
-        copied.map_err(|source| HostError::Backend { op: HostOp::Copy, source })
+        let request = CopyRequest { to: to.addr + to_offset, from: from.addr + from_offset, bytes };
+        self.backend()
+            .copy(&request)
+            .map_err(|source| HostError::Backend { op: HostOp::Copy, source })
     }
 }
 

@@ -50,6 +50,8 @@ pub enum PinMethod {
 pub struct PinRequest {
     /// Bytes wanted; never 0.
     pub bytes: u64,
+    /// What the first address must be a multiple of: [`PIN_ALIGN`], or 1 if it does not matter.
+    pub align: u64,
     /// The node whose memory it should be, or `None` if it does not matter.
     pub node: Option<NodeId>,
     /// How to pin.
@@ -59,14 +61,13 @@ pub struct PinRequest {
     pub piece_bytes_max: u64,
 }
 
-/// Alignment of pinned segments: a request of a multiple of this many bytes starts at a multiple of
-/// it.
+/// Alignment of segments that blocks are cut from.
 pub const PIN_ALIGN: u64 = 4096;
 
 /// A contiguous range of pinned memory. Owned; dropping it without
 /// [`unpin`](HostBackend::unpin) leaks the memory and leaves it pinned.
 pub trait PinnedSegment: Send + Sync + 'static {
-    /// First address; see [`PIN_ALIGN`].
+    /// First address, a multiple of what was asked for.
     fn base(&self) -> Addr;
 
     /// Length in bytes, at least what was asked for.
@@ -128,12 +129,37 @@ pub trait HostBackend: Send + Sync + 'static {
     fn now(&self) -> Duration;
 }
 
-/// Backends that can copy between ranges of their own pinned memory.
+/// A copy between two allocations of one allocator. Only the allocator makes one, for a caller that
+/// holds both allocations, the target exclusively: a backend may rely on that.
+#[derive(Debug)]
+pub struct CopyRequest {
+    pub(super) to: Addr,
+    pub(super) from: Addr,
+    pub(super) bytes: u64,
+}
+
+impl CopyRequest {
+    /// First address of the target.
+    pub fn to(&self) -> Addr {
+        self.to
+    }
+
+    /// First address of the source.
+    pub fn from(&self) -> Addr {
+        self.from
+    }
+
+    /// How many bytes; not 0. The ranges do not overlap.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+}
+
+/// Backends that can copy within their own pinned memory.
 pub trait CopyData: HostBackend {
-    /// Copies `bytes` from `from` to `to`. The ranges do not overlap. Called without locks, on
-    /// behalf of a caller who owns both ranges.
+    /// Copies. Called without locks.
     ///
     /// # Errors
-    /// If either range is not wholly inside pinned memory of this backend; nothing is copied.
-    fn copy(&self, to: Addr, from: Addr, bytes: u64) -> Result<(), Self::Error>;
+    /// Any; then nothing is copied.
+    fn copy(&self, request: &CopyRequest) -> Result<(), Self::Error>;
 }

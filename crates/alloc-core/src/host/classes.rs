@@ -21,6 +21,7 @@ pub(crate) struct Bucket<S> {
     ledger: Ledger,
     /// Blocks above this size leave when freed.
     cached_max: u64,
+    leaving: Vec<Span>,
 }
 
 impl<S: PartialEq> Bucket<S> {
@@ -30,6 +31,7 @@ impl<S: PartialEq> Bucket<S> {
             free: Vec::new(),
             ledger: Ledger::default(),
             cached_max,
+            leaving: Vec::new(),
         }
     }
 
@@ -58,13 +60,18 @@ impl<S: PartialEq> Home<S> for Bucket<S> {
         &mut self.ledger
     }
 
+    fn take_leaving(&mut self) -> Vec<Span> {
+        std::mem::take(&mut self.leaving)
+    }
+
     fn put_back(&mut self, index: u32) -> After {
         let block = &mut self.table[index];
         block.state = State::Free;
         let span = Span { base: block.addr, bytes: block.bytes };
         if span.bytes > self.cached_max {
             self.table.remove(index);
-            return After::Unpin(span);
+            self.leaving.push(span);
+            return After::Unpin;
         }
         self.free.push(index);
         After::Nothing

@@ -136,7 +136,6 @@ impl<B: HostBackend> Engine<B> {
     }
 
     /// A block that is free already, or nothing.
-    #[inline(always)]
     pub(crate) fn take(&self, ask: Ask<'_, B>, cut: Cut) -> Option<Served> {
         match &ask.pool.store {
             Store::Classes(classes) => classes.take(self.options.class_bytes(ask.bytes), ask.bytes),

@@ -3,7 +3,7 @@
 use super::backend::HostBackend;
 use super::engine::{Engine, Result, StreamOf};
 use super::error::{HostError, HostOp};
-use super::home::{After, BlockRef, Span};
+use super::home::{After, BlockRef};
 use super::slabs::node_of;
 use super::store::Store;
 use crate::backend::Completion;
@@ -156,7 +156,7 @@ impl<B: HostBackend> Engine<B> {
     }
 
     /// An event was reached. Returns how many blocks became free.
-    fn reached(&self, pending: Pending<B>) -> usize {
+    pub(crate) fn reached(&self, pending: Pending<B>) -> usize {
         let freed = pending.blocks.iter().filter(|&&block| self.count_down(block)).count();
         // The event goes back to its pool here, and no lock is held.
         drop(pending);
@@ -176,7 +176,7 @@ impl<B: HostBackend> Engine<B> {
     pub(crate) fn settle(&self, pool: u32, home: u32, after: After) {
         match after {
             After::Nothing => {}
-            After::Unpin(span) => self.give_back_or_keep(pool, span),
+            After::Unpin => self.give_back_leaving(pool, home),
             After::Surplus => {
                 self.pools.with(pool, |pool| {
                     if let Store::Slabs(slabs) = &pool.store {
@@ -199,11 +199,15 @@ impl<B: HostBackend> Engine<B> {
         }
     }
 
-    /// Gives the memory of a forgotten block back to the system, or keeps it as free memory if the
+    /// Gives the memory of forgotten blocks back to the system, or keeps it as free memory if the
     /// system does not take it.
-    fn give_back_or_keep(&self, pool: u32, span: Span) {
-        // Errors are counted; the caller's own work is done.
-        let _ = self.pools.with(pool, |pool| self.give_back(pool, span));
+    fn give_back_leaving(&self, pool: u32, home: u32) {
+        self.pools.with(pool, |pool| {
+            for span in pool.store.take_leaving(home) {
+                // Errors are counted; the caller's own work is done.
+                let _ = self.give_back(pool, span);
+            }
+        });
     }
 }
 

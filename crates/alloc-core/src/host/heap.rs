@@ -42,6 +42,8 @@ pub(crate) struct Heap<S> {
     lent: u64,
     ledger: Ledger,
     role: Role,
+    /// Memory of blocks that were not to be cached.
+    leaving: Vec<Span>,
 }
 
 /// Whether a request may be served from whatever is free.
@@ -83,6 +85,7 @@ impl<S: PartialEq> Heap<S> {
             lent: 0,
             ledger: Ledger::default(),
             role,
+            leaving: Vec::new(),
         }
     }
 
@@ -231,7 +234,7 @@ impl<S: PartialEq> Heap<S> {
         }
     }
 
-    #[inline]
+    #[inline(always)]
     fn hand_out(&mut self, index: u32, requested: u64) -> Taken {
         let taken = self.table.start(index, requested);
         self.ledger.start(taken.bytes, requested);
@@ -250,8 +253,9 @@ impl<S: PartialEq> Heap<S> {
         Some(index)
     }
 
+    /// Shards hold only what they need at the moment, and spare nothing.
     fn spares_spans(&self) -> bool {
-        self.idle > 0 && self.idle_bytes <= self.bytes / 4
+        self.role != Role::Shard && self.idle > 0 && self.idle_bytes <= self.bytes / 4
     }
 
     fn take_best_unspared(&mut self, bytes: u64) -> Option<FreeBlock> {
@@ -390,7 +394,11 @@ impl<S: PartialEq> Home<S> for Heap<S> {
         &mut self.ledger
     }
 
-    #[inline]
+    fn take_leaving(&mut self) -> Vec<Span> {
+        std::mem::take(&mut self.leaving)
+    }
+
+    #[inline(always)]
     fn put_back(&mut self, index: u32) -> After {
         let block = &mut self.table[index];
         let span = Span { base: block.addr, bytes: block.bytes };
@@ -399,7 +407,8 @@ impl<S: PartialEq> Home<S> for Heap<S> {
             self.forget_start(index);
             self.table.remove(index);
             self.bytes -= span.bytes;
-            return After::Unpin(span);
+            self.leaving.push(span);
+            return After::Unpin;
         }
         block.state = State::Recent;
         self.note_idle(index);

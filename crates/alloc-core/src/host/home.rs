@@ -41,8 +41,9 @@ pub(crate) struct Run {
 pub(crate) enum After {
     /// Nothing: it can be handed out again.
     Nothing,
-    /// The container has forgotten the block: give its memory back to the system.
-    Unpin(Span),
+    /// The container has forgotten the block: give its memory back to the system. It waits in
+    /// [`take_leaving`](Home::take_leaving).
+    Unpin,
     /// The shard holds a run too many.
     Surplus,
     /// The central heap holds more than the bound on free bytes.
@@ -68,6 +69,9 @@ pub(crate) trait Home<S: PartialEq> {
 
     /// Makes an unused block available again. Its state is still that of a used one.
     fn put_back(&mut self, index: u32) -> After;
+
+    /// Takes out the memory of blocks that the container has forgotten.
+    fn take_leaving(&mut self) -> Vec<Span>;
 
     /// A client gives its allocation back: done, if nothing used it.
     #[inline]

@@ -255,6 +255,8 @@ impl<B: HostBackend> Engine<B> {
         };
         let request = PinRequest {
             bytes,
+            // A block of a class is a segment, and lies where it lies.
+            align: if self.is_ours() || keep { PIN_ALIGN } else { 1 },
             node: self.is_ours().then_some(ask.node),
             method,
             piece_bytes_max: self.config.piece_bytes_max,

@@ -9,6 +9,30 @@
 //! defects repaired (`docs/adr/0008-host-allocator-defects.md`); [`HostPolicy::Ours`] cuts blocks of
 //! any size from large segments and merges them again.
 //!
+//! ```
+//! use alloc_core::DeviceId;
+//! use alloc_core::host::{HostAllocator, HostConfig, Place};
+//! use mock_backend::{MockBackend, Work};
+//!
+//! let backend = MockBackend::new();
+//! let stream = backend.stream(DeviceId::new(0));
+//! let host = HostAllocator::new(backend.clone(), HostConfig::ours())?;
+//!
+//! let block = host.allocate_on(3_000_000, Place::Device(DeviceId::new(0)))?;
+//! host.record_use(&block, &stream)?; // a copy that reads it is about to be queued
+//! backend.launch(&stream, Work::new().touching(block.addr(), block.requested()).endless());
+//! let addr = block.addr();
+//! host.free(block)?;
+//!
+//! let other = host.allocate(3_000_000)?;
+//! assert_ne!(other.addr(), addr, "the copy still runs");
+//! host.free(other)?;
+//! backend.pass(&stream);
+//! host.empty_cache()?;
+//! assert_eq!(host.stats().allocated_bytes.current, 0);
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
 //! ```text
 //! HostAllocator ── Background ──┐
 //!     │                         ▼
@@ -52,7 +76,9 @@ mod verify;
 
 pub use allocation::{HostAllocation, HostContext, Place};
 pub use allocator::HostAllocator;
-pub use backend::{CopyData, HostBackend, NodeId, PIN_ALIGN, PinMethod, PinRequest, PinnedSegment};
+pub use backend::{
+    CopyData, CopyRequest, HostBackend, NodeId, PIN_ALIGN, PinMethod, PinRequest, PinnedSegment,
+};
 pub use check::HostViolation;
 pub use config::{HostConfError, HostConfig, HostPolicy};
 pub use engine::REQUEST_BYTES_MAX;

@@ -1,6 +1,6 @@
 //! The pinned segments, what they cost, and the bound on their sum.
 
-use super::backend::{HostBackend, NodeId, PIN_ALIGN, PinRequest, PinnedSegment};
+use super::backend::{HostBackend, NodeId, PinRequest, PinnedSegment};
 use super::error::{HostError, HostOp};
 use super::home::Span;
 use super::stats::PinLedger;
@@ -114,7 +114,7 @@ impl<B: HostBackend> PinTable<B> {
 
     fn contract_broken(&self, token: &B::Pinned, request: &PinRequest) -> Option<&'static str> {
         let base = token.base();
-        let aligned = !request.bytes.is_multiple_of(PIN_ALIGN) || base.is_aligned(PIN_ALIGN);
+        let aligned = base.is_aligned(request.align);
         let end = base.checked_add(request.bytes);
         if token.bytes() < request.bytes {
             return Some("it is shorter than asked for");

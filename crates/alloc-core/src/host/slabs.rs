@@ -15,6 +15,7 @@ use super::heap::{Cut, Found, Heap, Idle, Role};
 use super::home::{Run, Span, Taken};
 use super::padded::Padded;
 use super::stats::Ledger;
+use super::store::Served;
 use crate::sync::{ShortGuard, ShortLock};
 use crate::units::Addr;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -128,30 +129,27 @@ impl<S: PartialEq> SlabStore<S> {
             .flat_map(move |node| self.homes(node).map(move |home| (home, self.heap(home))))
     }
 
-    /// A block for `requested` bytes from memory that is free already.
+    /// A block for `requested` bytes from what the heap of the calling thread has at hand.
     #[inline(always)]
-    pub(crate) fn take(&self, node: NodeId, requested: u64, cut: Cut) -> Option<(u32, Taken)> {
+    pub(crate) fn take_at_hand(&self, node: NodeId, requested: u64, cut: Cut) -> Option<Served> {
         let bytes = self.round(requested);
-        if self.is_small(requested) {
-            return self.take_small(node, bytes, requested, cut);
-        }
-        let taken = self.central(node).take(bytes, requested, cut)?;
-        Some((central_home(node), taken))
+        let (home, mut heap) = if self.is_small(requested) {
+            self.enter(node)
+        } else {
+            (central_home(node), self.central(node))
+        };
+        let taken = heap.take(bytes, requested, cut)?;
+        Some((home, taken))
     }
 
-    #[inline(always)]
-    fn take_small(
-        &self,
-        node: NodeId,
-        bytes: u64,
-        requested: u64,
-        cut: Cut,
-    ) -> Option<(u32, Taken)> {
-        let (shard, mut heap) = self.enter(node);
-        let home = shard_home(node, shard);
-        if let Some(taken) = heap.take(bytes, requested, Cut::Freely) {
-            return Some((home, taken));
+    /// A block for `requested` bytes from memory that is free already.
+    pub(crate) fn take(&self, node: NodeId, requested: u64, cut: Cut) -> Option<Served> {
+        let at_hand = self.take_at_hand(node, requested, cut);
+        if at_hand.is_some() || !self.is_small(requested) {
+            return at_hand;
         }
+        let (home, heap) = self.enter(node);
+        let bytes = self.round(requested);
         let wish = run_bytes(heap.bytes(), bytes);
         drop(heap);
         let run = self.borrow_run(home, wish, bytes, cut)?;
@@ -160,14 +158,14 @@ impl<S: PartialEq> SlabStore<S> {
 
     /// Locks the shard of the calling thread. A thread that finds it locked moves on to the next.
     #[inline(always)]
-    fn enter(&self, node: NodeId) -> (usize, ShortGuard<'_, Heap<S>>) {
+    fn enter(&self, node: NodeId) -> (u32, ShortGuard<'_, Heap<S>>) {
         let shards = &self.nodes[node.index()].shards;
         let shard = shard_hint::get() & (self.shards - 1);
         if let Some(heap) = shards[shard].try_lock() {
-            return (shard, heap);
+            return (shard_home(node, shard), heap);
         }
         let shard = shard_hint::advance() & (self.shards - 1);
-        (shard, shards[shard].lock())
+        (shard_home(node, shard), shards[shard].lock())
     }
 
     /// A run for a shard: as large as wished, or as there is, but no less than `least`.
@@ -189,7 +187,7 @@ impl<S: PartialEq> SlabStore<S> {
     }
 
     /// A block for a small request from any shard of the node.
-    pub(crate) fn take_from_any_shard(&self, node: NodeId, requested: u64) -> Option<(u32, Taken)> {
+    pub(crate) fn take_from_any_shard(&self, node: NodeId, requested: u64) -> Option<Served> {
         if !self.is_small(requested) {
             return None;
         }
@@ -201,7 +199,7 @@ impl<S: PartialEq> SlabStore<S> {
     }
 
     /// Adds a pinned segment and serves a request from it.
-    pub(crate) fn add_and_take(&self, node: NodeId, span: Span, requested: u64) -> (u32, Taken) {
+    pub(crate) fn add_and_take(&self, node: NodeId, span: Span, requested: u64) -> Served {
         let bytes = self.round(requested);
         let home = central_home(node);
         let mut central = self.central(node);
@@ -219,7 +217,7 @@ impl<S: PartialEq> SlabStore<S> {
     }
 
     /// Adds a pinned segment as one block that leaves when it is freed.
-    pub(crate) fn add_uncached(&self, node: NodeId, span: Span, requested: u64) -> (u32, Taken) {
+    pub(crate) fn add_uncached(&self, node: NodeId, span: Span, requested: u64) -> Served {
         (central_home(node), self.central(node).add_uncached(span, requested))
     }
 

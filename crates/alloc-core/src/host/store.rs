@@ -3,7 +3,7 @@
 use super::backend::NodeId;
 use super::block::{BlockId, Use, Uses};
 use super::classes::ClassStore;
-use super::home::{After, Freed, Home, Taken};
+use super::home::{After, Freed, Home, Span, Taken};
 use super::slabs::SlabStore;
 use super::stats::Ledger;
 use crate::units::Addr;
@@ -34,13 +34,9 @@ impl<S: PartialEq> Store<S> {
     }
 
     /// See [`Home::free_unused`].
-    #[inline]
+    #[inline(always)]
     pub(crate) fn free_unused(&self, home: u32, id: BlockId) -> Freed {
-        let freed = at_home!(self, home, free_unused(id));
-        if let Freed::Done(after) = freed {
-            self.forget(after);
-        }
-        freed
+        at_home!(self, home, free_unused(id))
     }
 
     /// See [`Home::begin_draining`].
@@ -55,17 +51,17 @@ impl<S: PartialEq> Store<S> {
 
     /// See [`Home::count_down`].
     pub(crate) fn count_down(&self, home: u32, id: BlockId) -> Option<After> {
-        let after = at_home!(self, home, count_down(id))?;
-        self.forget(after);
-        Some(after)
+        at_home!(self, home, count_down(id))
     }
 
-    /// The classes find blocks by address in a map of their own.
-    #[inline]
-    fn forget(&self, after: After) {
-        if let (Store::Classes(classes), After::Unpin(span)) = (self, after) {
-            classes.forget(span.base);
+    /// See [`Home::take_leaving`].
+    pub(crate) fn take_leaving(&self, home: u32) -> Vec<Span> {
+        let leaving = at_home!(self, home, take_leaving());
+        if let Store::Classes(classes) = self {
+            // They find blocks by address in a map of their own.
+            leaving.iter().for_each(|span| classes.forget(span.base));
         }
+        leaving
     }
 
     pub(crate) fn each_ledger(&self, visit: impl FnMut(&mut Ledger)) {

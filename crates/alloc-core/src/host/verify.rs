@@ -93,3 +93,203 @@ fn check_pool<B: HostBackend>(pool: &PoolOf<B>, holdings: &mut Holdings) -> Chec
     }
     Ok(())
 }
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use crate::backend::{BackendError, Completion, ErrorKind, Refused, Stream};
+    use crate::host::{
+        HostAllocation, HostAllocator, HostConfig, HostError, PinRequest, PinnedSegment,
+    };
+    use crate::units::{DeviceId, StreamId};
+    use std::fmt;
+    use std::sync::Mutex;
+    use std::time::Duration;
+
+    /// Pins where it is told to; no event is ever reached.
+    #[derive(Debug, Default)]
+    struct Told(Mutex<Vec<(u64, u64)>>);
+
+    #[derive(Clone, Debug)]
+    struct One;
+
+    #[derive(Debug)]
+    struct Pinned(Addr, u64);
+
+    #[derive(Debug)]
+    struct Failed;
+
+    impl fmt::Display for Failed {
+        fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            f.write_str("failed")
+        }
+    }
+
+    impl std::error::Error for Failed {}
+
+    impl BackendError for Failed {
+        fn kind(&self) -> ErrorKind {
+            ErrorKind::Other
+        }
+    }
+
+    impl Stream for One {
+        fn id(&self) -> StreamId {
+            StreamId::new(1)
+        }
+
+        fn device(&self) -> DeviceId {
+            DeviceId::new(0)
+        }
+    }
+
+    impl PinnedSegment for Pinned {
+        fn base(&self) -> Addr {
+            self.0
+        }
+
+        fn bytes(&self) -> u64 {
+            self.1
+        }
+    }
+
+    impl HostBackend for Told {
+        type Stream = One;
+        type Event = ();
+        type Pinned = Pinned;
+        type Error = Failed;
+
+        fn node_count(&self) -> u16 {
+            1
+        }
+
+        fn node_of(&self, _: DeviceId) -> Option<NodeId> {
+            Some(NodeId::new(0))
+        }
+
+        fn pin(&self, _: &PinRequest) -> Result<Pinned, Failed> {
+            let (base, bytes) = self.0.lock().expect("not poisoned").pop().ok_or(Failed)?;
+            Ok(Pinned(Addr::new(base), bytes))
+        }
+
+        fn unpin(&self, _: Pinned) -> Result<(), Refused<Pinned, Failed>> {
+            Ok(())
+        }
+
+        fn record(&self, _: &One) -> Result<(), Failed> {
+            Ok(())
+        }
+
+        fn query(&self, _: &()) -> Result<Completion, Failed> {
+            Ok(Completion::Pending)
+        }
+
+        fn wait(&self, _: &()) -> Result<(), Failed> {
+            Ok(())
+        }
+
+        fn now(&self) -> Duration {
+            Duration::ZERO
+        }
+    }
+
+    const MIB: u64 = 1 << 20;
+
+    type Host = HostAllocator<Told>;
+
+    fn host(config: HostConfig, pins: &[(u64, u64)]) -> Host {
+        let pins = pins.iter().rev().copied().collect();
+        HostAllocator::new(Told(Mutex::new(pins)), config).expect("valid")
+    }
+
+    /// A small live block, a used and freed one, and a free one, in one segment each way.
+    fn busy(config: HostConfig) -> (Host, Vec<HostAllocation>) {
+        let pins = [(64 * MIB, 2 * MIB), (80 * MIB, 2 * MIB), (96 * MIB, 2 * MIB)];
+        let host = host(config, &pins);
+        let [live, used, free] = [(); 3].map(|()| host.allocate(4096).expect("memory"));
+        host.record_use(&used, &One).expect("live");
+        host.free(used).expect("freed");
+        host.free(free).expect("freed");
+        assert_eq!(host.check(), Ok(()));
+        (host, vec![live])
+    }
+
+    fn configs() -> [HostConfig; 2] {
+        [HostConfig::pytorch(), HostConfig { batch_blocks_max: 1, ..HostConfig::ours() }]
+    }
+
+    /// Every kept fact is compared: breaking one is noticed, under its name.
+    #[test]
+    fn check_names_what_is_broken() {
+        type Break = fn(&Engine<Told>);
+        let broken: [(&str, Break); 4] = [
+            ("H5", |engine| drop(engine.queue.pop())),
+            ("H5", |engine| {
+                let pending = engine.queue.pop().expect("one");
+                let twice = pending.blocks[0];
+                engine.queue.push(pending);
+                engine.streams.all()[0].add(twice, 4096);
+            }),
+            ("H6", |engine| {
+                engine.each_pool(|pool| pool.store.each_ledger(|ledger| ledger.start(64, 64)));
+            }),
+            ("H8", |engine| {
+                let base = engine.pins.all()[0].span.base;
+                engine.pins.unpin(&engine.backend, base).expect("never fails");
+            }),
+        ];
+        for config in configs() {
+            for (name, break_it) in broken {
+                let (host, live) = busy(config.clone());
+                break_it(host.engine());
+                assert_eq!(host.check().expect_err(name).invariant, name);
+                // Neither can be put right again, nor given back.
+                std::mem::forget((host, live));
+            }
+        }
+    }
+
+    /// H7: a run that a shard no longer holds is still lent.
+    #[test]
+    fn a_lost_run_is_noticed() {
+        let (host, live) = busy(configs()[1].clone());
+        live.into_iter().for_each(|block| host.free(block).expect("freed"));
+        let Store::Slabs(slabs) = &host.engine().pools.default_pool().store else {
+            panic!("policy ours has slabs")
+        };
+        let pending = host.engine().queue.pop().expect("one");
+        assert_eq!(host.engine().reached(pending), 1);
+        let shard = 1;
+        slabs.heap(shard).consolidate();
+        assert_eq!(slabs.heap(shard).remove_idle_beyond(0).len(), 1);
+        assert_eq!(host.check().expect_err("lost").invariant, "H7");
+        std::mem::forget(host);
+    }
+
+    /// H2 and alignment: a backend that breaks its contract is refused, and nothing has changed.
+    #[test]
+    fn impossible_segments_are_refused() {
+        let ours = HostConfig::ours();
+        let impossible = [
+            (65 * MIB, 2 * MIB, "overlaps"),
+            (63 * MIB, 2 * MIB, "overlaps"),
+            (80 * MIB + 8, 2 * MIB, "does not start"),
+            (0, 2 * MIB, "does not start"),
+            (u64::MAX - 4095, 2 * MIB, "does not start"),
+            (80 * MIB, MIB, "shorter"),
+        ];
+        for (base, bytes, expected) in impossible {
+            let pins = [(64 * MIB, 2 * MIB), (base, bytes), (96 * MIB, 2 * MIB)];
+            let host = host(ours.clone(), &pins);
+            let first = host.allocate(2 * MIB).expect("memory");
+            match host.allocate(2 * MIB) {
+                Err(HostError::BadSegment { why, .. }) => assert!(why.contains(expected), "{why}"),
+                other => panic!("{other:?}"),
+            }
+            assert_eq!(host.check(), Ok(()));
+            let second = host.allocate(2 * MIB).expect("a good one");
+            host.free(first).expect("freed");
+            host.free(second).expect("freed");
+        }
+    }
+}

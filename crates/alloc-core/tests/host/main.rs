@@ -9,4 +9,5 @@ mod naive;
 mod ours;
 mod pools;
 mod rules;
+mod rules_state;
 mod support;

@@ -323,3 +323,39 @@ fn busy_thread(rig: &Rig, seed: u64) {
     held.into_iter().for_each(|block| rig.free(block));
     rig.backend.pass(&stream);
 }
+
+#[test]
+fn a_small_request_spares_a_large_free_segment_while_little_is_free() {
+    let rig = ours();
+    let used = rig.allocate(GIB);
+    let idle = rig.allocate(64 * MIB);
+    let addr = idle.addr();
+    rig.free(idle);
+    let pins = rig.calls(Call::Pin);
+    let small = rig.allocate(3 * MIB);
+    assert_eq!(rig.calls(Call::Pin), pins + 1, "pinned for it");
+    let more = rig.allocate(24 * MIB);
+    assert_eq!((rig.calls(Call::Pin), more.addr()), (pins + 1, addr), "cut from the segment");
+    rig.free(more);
+    rig.free(used);
+    rig.host.process_events().expect("merged");
+    let small_too = rig.allocate(30 * MIB);
+    assert_eq!(small_too.addr(), addr, "much is free: the best fit is cut");
+    rig.check();
+    rig.free(small);
+    rig.free(small_too);
+    rig.finish();
+}
+
+#[test]
+fn one_large_segment_takes_the_place_of_small_free_ones() {
+    let rig = ours();
+    let blocks = [20, 30, 40].map(|mib| rig.allocate(mib * MIB));
+    blocks.into_iter().for_each(|block| rig.free(block));
+    let large = rig.allocate(60 * MIB);
+    assert_eq!(rig.pinned(), 90 * MIB, "40 and 30 gave way to 70; 20 were not needed for that");
+    assert_eq!(rig.calls(Call::Unpin), 2);
+    rig.check();
+    rig.free(large);
+    rig.finish();
+}
