@@ -52,43 +52,57 @@ struct Product {
     target: &'static str,
     /// Name in the bundle.
     file: &'static str,
-    /// Whether it is a test program that takes `--require-gpu` and ends with a `test result:` line.
-    is_test: bool,
 }
 
-const PRODUCTS: &[Product] = &[Product {
-    package: "alloc-cuda",
-    selection: &["--test", "gpu", "--features", "cudarc"],
-    target: "gpu",
-    file: "alloc-cuda-gpu",
-    is_test: true,
-}];
+const PRODUCTS: &[Product] = &[
+    Product {
+        package: "alloc-cuda",
+        selection: &["--test", "gpu", "--features", "cudarc"],
+        target: "gpu",
+        file: "alloc-cuda-gpu",
+    },
+    Product {
+        package: "alloc-torch",
+        selection: &["--lib"],
+        target: "alloc_torch",
+        file: "liballoc_torch.so",
+    },
+];
+
+/// Files of the repository that lie beside the programs in a bundle.
+const SCRIPTS: &[&str] =
+    &["crates/alloc-torch/python/gpu_alloc.py", "crates/alloc-torch/python/torch_check.py"];
+
+/// The test programs of a bundle, in order: the products and scripts that take `--require-gpu`, exit
+/// with [`NO_GPU`] and print a line `test NAME ... ok|FAILED|skipped` for each test.
+const TESTS: &[&str] = &["alloc-cuda-gpu", "torch_check.py"];
 
 /// Folders of the repository that programs read at run time.
 const DATA: &[&str] = &["traces"];
 
-/// Builds, and runs unless asked for a bundle.
+/// Builds everything into a folder, and runs it unless asked for the folder.
 ///
 /// # Errors
 /// [`NoGpu`]; or if anything does not build or a test fails.
 pub(crate) fn run(workspace: &Workspace, args: &Args) -> Result<()> {
-    match &args.bundle {
-        Some(folder) => bundle(workspace, &workspace.root.join(folder)),
-        None => test(workspace, &args.filters),
+    if let Some(folder) = &args.bundle {
+        let folder = workspace.root.join(folder);
+        bundle(workspace, &folder)?;
+        println!("{}", folder.display());
+        return Ok(());
     }
-}
-
-fn test(workspace: &Workspace, filters: &[String]) -> Result<()> {
-    for product in PRODUCTS.iter().filter(|product| product.is_test) {
-        let program = build(workspace, product)?;
-        let mut command = Command::new(&program);
-        command.arg("--require-gpu").args(filters);
-        let status = command.status().with_context(|| program.display().to_string())?;
-        if status.code() == Some(i32::from(NO_GPU)) {
-            return Err(NoGpu.into());
-        }
-        ensure!(status.success(), "{} failed ({status})", product.file);
+    // The same folder as elsewhere, so that what is tested here is what is tested there.
+    let folder = workspace.target.join("gpu-bundle");
+    bundle(workspace, &folder)?;
+    let script = folder.join("run.sh");
+    let status = Command::new(&script)
+        .args(&args.filters)
+        .status()
+        .with_context(|| script.display().to_string())?;
+    if status.code() == Some(i32::from(NO_GPU)) {
+        return Err(NoGpu.into());
     }
+    ensure!(status.success(), "a GPU test failed ({status})");
     Ok(())
 }
 
@@ -104,9 +118,10 @@ fn bundle(workspace: &Workspace, folder: &Path) -> Result<()> {
     }
     fs::create_dir_all(folder)?;
     for product in PRODUCTS {
-        let built = build(workspace, product)?;
-        let copy = folder.join(product.file);
-        fs::copy(&built, &copy).with_context(|| format!("copying {}", built.display()))?;
+        copy(&build(workspace, product)?, &folder.join(product.file))?;
+    }
+    for script in SCRIPTS.iter().map(|script| workspace.root.join(script)) {
+        copy(&script, &folder.join(script.file_name().unwrap_or_default()))?;
     }
     for name in DATA {
         copy_folder(&workspace.root.join(name), &folder.join(name))?;
@@ -114,7 +129,11 @@ fn bundle(workspace: &Workspace, folder: &Path) -> Result<()> {
     let script = folder.join("run.sh");
     fs::write(&script, run_script())?;
     fs::set_permissions(&script, fs::Permissions::from_mode(0o755))?;
-    println!("{}", folder.display());
+    Ok(())
+}
+
+fn copy(from: &Path, to: &Path) -> Result<()> {
+    fs::copy(from, to).with_context(|| format!("copying {}", from.display()))?;
     Ok(())
 }
 
@@ -190,9 +209,8 @@ impl Message {
 
 /// The script of a bundle. It needs bash and the usual tools, nothing else.
 fn run_script() -> String {
-    let tests: Vec<_> = PRODUCTS.iter().filter(|p| p.is_test).map(|p| p.file).collect();
     include_str!("gpu_test/run.sh")
-        .replace("@TESTS@", &tests.join(" "))
+        .replace("@TESTS@", &TESTS.join(" "))
         .replace("@NO_GPU@", &NO_GPU.to_string())
 }
 
@@ -218,13 +236,27 @@ mod tests {
         assert_eq!(find("cudarc"), None);
     }
 
-    /// Runs the script in a folder of pretended test programs, and returns its last line and code.
+    #[test]
+    fn every_test_program_is_in_the_bundle() {
+        for test in TESTS {
+            let is_product = PRODUCTS.iter().any(|product| product.file == *test);
+            let is_script = SCRIPTS.iter().any(|script| script.ends_with(&format!("/{test}")));
+            assert!(is_product || is_script, "{test}");
+        }
+    }
+
+    /// Runs the script in a folder of pretended test programs, the scripts without a GPU, and
+    /// returns its last line and code.
     fn run_with(program: &str) -> (String, Option<i32>) {
         let folder = tempfile::tempdir().expect("a folder");
         fs::write(folder.path().join("run.sh"), run_script()).expect("writes");
-        for product in PRODUCTS.iter().filter(|product| product.is_test) {
-            let path = folder.path().join(product.file);
-            fs::write(&path, format!("#!/bin/sh\n{program}\n")).expect("writes");
+        for test in TESTS {
+            let path = folder.path().join(test);
+            let text = match test.strip_suffix(".py") {
+                Some(_) => format!("raise SystemExit({NO_GPU})\n"),
+                None => format!("#!/bin/sh\n{program}\n"),
+            };
+            fs::write(&path, text).expect("writes");
             fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).expect("sets");
         }
         let mut command = Command::new("bash");
@@ -242,7 +274,7 @@ mod tests {
         assert_eq!((line.as_str(), code), ("total: 1 passed, 1 failed, 1 skipped", Some(1)));
         let (line, code) = run_with(&format!("{fine}; kill -SEGV $$"));
         assert_eq!((line.as_str(), code), ("total: 1 passed, 1 failed, 1 skipped", Some(1)));
-        let (line, code) = run_with("exit 77");
+        let (line, code) = run_with(&format!("exit {NO_GPU}"));
         assert_eq!(line, "no GPU here: nothing was tested");
         assert_eq!(code, Some(i32::from(NO_GPU)));
     }

@@ -144,7 +144,7 @@ pub trait MemoryInfo: Backend {
 }
 
 /// A range of address space without memory behind it. Owned like a [`Segment`].
-pub trait Reservation: Send + 'static {
+pub trait Reservation: Send + Sync + 'static {
     /// First address, a multiple of [`SEGMENT_ALIGN`].
     fn base(&self) -> Addr;
 
@@ -153,7 +153,7 @@ pub trait Reservation: Send + 'static {
 }
 
 /// Physical memory that can be mapped into a reservation. Owned; mapped in whole only.
-pub trait Page: Send + 'static {
+pub trait Page: Send + Sync + 'static {
     /// Length in bytes, a multiple of the granularity.
     fn bytes(&self) -> u64;
 }

@@ -66,6 +66,8 @@ pub(crate) struct Block {
     pub(crate) next: Option<BlockIdx>,
     /// Times that this place in the slab was vacated.
     generation: u32,
+    /// The heap's clock when part of the block last became free.
+    pub(crate) freed_at: u32,
     pub(crate) class: SizeClass,
     /// Whether its segment is an expandable one.
     pub(crate) expandable: bool,
@@ -95,6 +97,7 @@ impl Block {
             prev: None,
             next: None,
             generation: 0,
+            freed_at: 0,
             class,
             expandable,
             used: false,

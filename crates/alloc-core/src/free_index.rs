@@ -300,6 +300,12 @@ impl FreeIndex {
             .map(|entry| (entry.key, entry.block))
     }
 
+    /// The blocks of at least `bytes`, ascending.
+    pub(crate) fn iter_from(&self, bytes: u64) -> impl Iterator<Item = (FreeKey, BlockIdx)> + '_ {
+        let from = FreeKey { bytes, addr: Addr::NULL };
+        std::iter::successors(self.at_or_above(from), |(key, _)| self.after(*key))
+    }
+
     pub(crate) fn contains(&self, key: FreeKey, block: BlockIdx) -> bool {
         self.at_or_above(key) == Some((key, block))
     }

@@ -1,4 +1,4 @@
-//! Backend-generic caching memory allocators.
+#![doc = include_str!("../README.md")]
 #![forbid(unsafe_code)]
 
 mod allocator;
@@ -9,6 +9,7 @@ mod directory;
 mod error;
 mod events;
 mod free_index;
+mod handles;
 mod heap;
 mod lock;
 mod pager;

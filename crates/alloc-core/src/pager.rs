@@ -67,6 +67,9 @@ pub(crate) trait Pager<E>: Send + Sync {
     /// Gives back a reservation in which nothing is mapped.
     fn unreserve(&self, base: Addr) -> Result<(), PagerError<E>>;
 
+    /// The longest run of whole pages in the backed range of `bytes` from `at` on, if any.
+    fn whole_pages(&self, base: Addr, at: Addr, bytes: u64) -> Option<(Addr, u64)>;
+
     /// Backs `bytes` from `at` on with new pages of `page_bytes` each, or does nothing at all.
     fn map(&self, base: Addr, at: Addr, bytes: u64, page_bytes: u64) -> Result<(), PagerError<E>>;
 
@@ -255,6 +258,11 @@ impl<B: VirtualMemory> Pager<B::Error> for PageStore<B> {
             self.put(Reserved { token: value, ..reserved });
             PagerError { op: BackendOp::Unreserve, source: error }
         })
+    }
+
+    fn whole_pages(&self, _base: Addr, at: Addr, bytes: u64) -> Option<(Addr, u64)> {
+        // All pages of a segment have one size, and the range is already cut to that.
+        Some((at, bytes))
     }
 
     fn map(

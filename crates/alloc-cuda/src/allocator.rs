@@ -45,12 +45,14 @@ impl CudaAllocator {
     /// # Errors
     /// As [`new`](Self::new).
     pub fn on(backend: CudaBackend, config: Config) -> Result<CudaAllocator, CudaAllocError> {
-        if config.settings.expandable_segments {
-            for device in (0..backend.device_count()).map(DeviceId::new) {
-                if !backend.has_virtual_memory(device).map_err(cannot_start)? {
-                    return Err(cannot_start(CudaError::NoVirtualMemory { device }));
-                }
+        for device in (0..backend.device_count()).map(DeviceId::new) {
+            if backend.has_virtual_memory(device).map_err(cannot_start)? {
+                continue;
             }
+            if config.settings.expandable_segments == Some(true) {
+                return Err(cannot_start(CudaError::NoVirtualMemory { device }));
+            }
+            return Ok(CudaAllocator { inner: CachingAllocator::new(backend, config)? });
         }
         let inner = CachingAllocator::with_virtual_memory(backend, config)?;
         Ok(CudaAllocator { inner })

@@ -19,6 +19,9 @@ mod stream;
 mod tests;
 mod vmm;
 
+/// The driver's calls, whose types some methods here take and return.
+pub use cuda_driver as driver;
+
 pub use allocator::{CudaAllocError, CudaAllocator};
 pub use backend::CudaBackend;
 pub use buffer::{DeviceBuffer, Plain};

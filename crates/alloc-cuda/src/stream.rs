@@ -10,7 +10,7 @@ use crate::error::CudaError;
 use crate::event::CudaEvent;
 use alloc_core::backend::Stream as StreamTrait;
 use alloc_core::{DeviceId, StreamId};
-use cuda_driver::{CaptureStatus, Event, Stream};
+use cuda_driver::{CaptureStatus, DriverError, Event, Stream, code};
 use parking_lot::Mutex;
 use std::any::Any;
 use std::collections::HashMap;
@@ -96,6 +96,14 @@ impl CudaStream {
         self.record()?.wait()
     }
 
+    /// Whether its work is being captured into a graph instead of run.
+    ///
+    /// # Errors
+    /// Whatever the driver reports.
+    pub fn is_captured(&self) -> Result<bool, CudaError> {
+        Ok(self.state.stream.capture_status()? != CaptureStatus::None)
+    }
+
     /// Whether it was adopted, so that somebody else decides when it ends.
     pub fn is_foreign(&self) -> bool {
         matches!(self.state.origin, Origin::Foreign(_))
@@ -107,7 +115,13 @@ impl CudaStream {
         if let Some(last) = state.last.get() {
             return Ok(CudaEvent::last(last));
         }
-        CudaEvent::record(&state.device, state.place_of_record())
+        let place = state.place_of_record();
+        // In a capture it would become part of the graph, and nobody could ask about it.
+        if place.capture_status()? != CaptureStatus::None {
+            let why = DriverError::new("cuEventRecord", code::STREAM_CAPTURE_UNSUPPORTED);
+            return Err(CudaError::Driver(why));
+        }
+        CudaEvent::record(&state.device, place)
     }
 
     /// Marks the end of a foreign stream's work, just before its owner destroys it: see
@@ -124,6 +138,19 @@ impl CudaStream {
 }
 
 impl CudaBackend {
+    /// The device that a stream of somebody else's is of; for the special handles, the device whose
+    /// context is current on this thread.
+    ///
+    /// # Safety
+    /// `raw` must be null, 1, 2 or a stream that is alive.
+    ///
+    /// # Errors
+    /// Whatever the driver reports.
+    pub unsafe fn device_of_stream(&self, raw: *mut c_void) -> Result<DeviceId, CudaError> {
+        // SAFETY: passed on from the caller.
+        Ok(DeviceId::new(unsafe { self.driver().device_of_stream(raw) }?))
+    }
+
     /// Adopts a stream that somebody else made: the special handles, or one of the device's primary
     /// context. The same stream gives the same [`StreamId`](alloc_core::StreamId) for as long as any
     /// clone of it exists, whatever streams had or will have its handle.

@@ -117,6 +117,8 @@ fn a_stream_adopted_while_captured_keeps_its_capture_whole() {
     assert_eq!(adopt(&known).expect("adopts"), before);
     let inside = adopt(&unknown).expect("adopts");
     assert_eq!(adopt(&unknown).expect("adopts"), inside);
+    assert!(inside.is_captured().expect("asks"));
+    assert!(backend.record(&inside).is_err(), "an event would be part of the graph");
     known.end_capture().expect("whole");
     unknown.end_capture().expect("whole");
     assert_eq!(adopt(&known).expect("adopts"), before);

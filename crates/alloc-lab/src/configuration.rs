@@ -79,7 +79,7 @@ impl Configuration {
     /// As [`config`](Self::config).
     pub fn takes_recorded_segments(&self) -> Result<bool, Failure> {
         let config = self.config()?;
-        Ok(config.policy == Policy::Pytorch && !config.settings.expandable_segments)
+        Ok(config.policy == Policy::Pytorch && config.settings.expandable_segments != Some(true))
     }
 
     /// Short text for tables: the policy, and the settings if there are any.

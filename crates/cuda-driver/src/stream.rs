@@ -3,6 +3,7 @@
 use crate::context::Context;
 use crate::error::{DriverError, code};
 use crate::event::Event;
+use crate::loader::Driver;
 use crate::symbols::call;
 use cudarc::driver::sys;
 use std::ffi::{c_uint, c_void};
@@ -181,6 +182,33 @@ impl Stream {
             drop(unsafe { Box::from_raw(data) });
         }
         result
+    }
+}
+
+impl Driver {
+    /// The number of the device that a stream is of; for the special handles, of the device whose
+    /// context is current.
+    ///
+    /// # Safety
+    /// `raw` must be a stream that is alive, or a special handle.
+    ///
+    /// # Errors
+    /// `CUDA_ERROR_INVALID_CONTEXT` for a special handle without a current context;
+    /// `CUDA_ERROR_NOT_SUPPORTED` for a stream of a green context.
+    pub unsafe fn device_of_stream(&self, raw: *mut c_void) -> Result<u16, DriverError> {
+        let mut context: sys::CUcontext = std::ptr::null_mut();
+        // SAFETY: the place for the result is valid; the caller vouches for the stream.
+        unsafe { call!(self, stream_get_ctx(raw.cast(), &raw mut context)) }?;
+        let mut device: sys::CUdevice = 0;
+        // SAFETY: the context was just returned, so it is valid.
+        unsafe { call!(self, ctx_push_current(context)) }?;
+        // SAFETY: the place for the result is valid.
+        let found = unsafe { call!(self, ctx_get_device(&raw mut device)) };
+        // SAFETY: the place for the result is valid; pops what was pushed.
+        unsafe { call!(self, ctx_pop_current(&raw mut context)) }?;
+        found?;
+        // A device's handle is its number.
+        u16::try_from(device).map_err(|_| DriverError::new("cuCtxGetDevice", code::INVALID_DEVICE))
     }
 }
 

@@ -104,6 +104,7 @@ symbols! {
     ctx_push_current = cuCtxPushCurrent_v2(sys::CUcontext);
     ctx_pop_current = cuCtxPopCurrent_v2(*mut sys::CUcontext);
     ctx_synchronize = cuCtxSynchronize();
+    ctx_get_device = cuCtxGetDevice(*mut sys::CUdevice);
     ctx_enable_peer_access = cuCtxEnablePeerAccess(sys::CUcontext, c_uint);
 
     stream_create = cuStreamCreateWithPriority(*mut sys::CUstream, c_uint, c_int);

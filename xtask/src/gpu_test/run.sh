@@ -3,18 +3,29 @@
 # LOG_DIR, if set, is where the output of each program goes besides the screen.
 # Exits with 0 if all is well, 1 if a test failed, @NO_GPU@ if there is no GPU.
 set -u
+logs=${LOG_DIR:-$(mktemp -d)}
+mkdir -p "$logs" && logs=$(cd "$logs" && pwd) || exit 1
 cd "$(dirname "$0")" || exit 1
 if [ -d /usr/local/nvidia/lib64 ]; then
   export LD_LIBRARY_PATH="/usr/local/nvidia/lib64${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
 fi
-logs=${LOG_DIR:-$(mktemp -d)}
-mkdir -p "$logs"
 passed=0 failed=0 skipped=0 absent=0 programs=0
 for program in @TESTS@; do
   programs=$((programs + 1))
   echo "== $program"
   log=$logs/$program.log
-  "./$program" --require-gpu "$@" 2>&1 | tee "$log"
+  run=("./$program")
+  # A copy may have lost the permission.
+  [ -x "$program" ] || chmod +x "$program"
+  if [ "${program%.py}" != "$program" ]; then
+    if ! command -v python3 > /dev/null; then
+      echo "skipped: no python3 here"
+      absent=$((absent + 1))
+      continue
+    fi
+    run=(python3 "./$program")
+  fi
+  "${run[@]}" --require-gpu "$@" 2>&1 | tee "$log"
   code=${PIPESTATUS[0]}
   if [ "$code" -eq @NO_GPU@ ]; then
     absent=$((absent + 1))

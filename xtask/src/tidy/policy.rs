@@ -55,7 +55,14 @@ pub(super) const CRATES: &[CratePolicy] = &[
         name: "alloc-shm",
         uses: &["alloc-core"],
         outside: Outside::Any,
-        unsafe_in: &["src/os", "src/refcount"],
+        unsafe_in: &[
+            "src/os",
+            "src/map",
+            "src/memfd",
+            "src/arena/allocator",
+            "src/arena/block",
+            "src/arena/import",
+        ],
     },
     CratePolicy {
         name: "alloc-cpu",

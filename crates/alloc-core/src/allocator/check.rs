@@ -105,8 +105,8 @@ impl<B: Backend> Shared<B> {
     /// E1, E2: expandable segments are the reservations, and their mapped blocks cover exactly the
     /// pages mapped there.
     fn check_pages(&self, id: DeviceId, device: &Device<B>) -> Result<(), Violation> {
-        let Some(pager) = &self.pager else { return Ok(()) };
-        let mut mapped = pager.mapped(id);
+        let Some(paging) = &self.paging else { return Ok(()) };
+        let mut mapped = paging.pager().mapped(id);
         for cell in device.heaps() {
             let state = cell.state.lock();
             let heap = &state.body.heap;

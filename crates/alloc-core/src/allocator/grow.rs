@@ -1,7 +1,7 @@
 //! Obtaining memory from the backend for one request. Runs under the growth lock of the device.
 
 use super::allocate::HandedOut;
-use super::{AllocResult, Device, HeapCell, Shared};
+use super::{AllocResult, Device, HeapCell, Paging, Shared};
 use crate::backend::{Backend, BackendError, ErrorKind, SEGMENT_ALIGN, Segment};
 use crate::block::{BlockIdx, BlockState};
 use crate::directory::{ADDRESS_END, Owner};
@@ -36,23 +36,32 @@ fn unless_pager_out_of_memory<T, E: BackendError>(
 }
 
 impl<B: Backend> Shared<B> {
-    /// One attempt to serve a request with new memory.
+    /// One attempt to serve a request with new memory, or with memory of other places. `waiting`:
+    /// whether other streams may be waited for.
     pub(super) fn grow(
         &self,
         cell: &HeapCell<B>,
         request: &Request,
+        waiting: bool,
         trace: &mut TraceBuffer,
     ) -> AllocResult<Grown<HandedOut>, B> {
+        if let Some(Paging::Handles(store)) = &self.paging
+            && request.expandable
+        {
+            let device = &self.devices[cell.device.index()];
+            let Some(_paging) = device.begin_paging() else { return Ok(Err(Shortage::Memory)) };
+            return self.grow_by_handles(&**store, cell, request, waiting, trace);
+        }
         let device = &self.devices[cell.device.index()];
         let bytes = self.segment_bytes(cell, request);
         let within = |limit| device.reserved().checked_add(bytes).is_some_and(|sum| sum <= limit);
         if !device.limit().is_none_or(within) {
             return Ok(Err(Shortage::Memory));
         }
-        if let Some(pager) = self.pager.as_ref().filter(|_| request.expandable)
+        if let Some(paging) = self.paging.as_ref().filter(|_| request.expandable)
             && let Some(_paging) = device.begin_paging()
         {
-            return self.grow_expandable(&**pager, cell, request, trace);
+            return self.grow_expandable(paging.pager(), cell, request, trace);
         }
         self.grow_whole(cell, request, bytes, trace)
     }
@@ -86,7 +95,7 @@ impl<B: Backend> Shared<B> {
         Ok(Ok(block))
     }
 
-    fn account_growth(&self, device: &Device<B>, bytes: u64) {
+    pub(super) fn account_growth(&self, device: &Device<B>, bytes: u64) {
         let reserved = device.reserved.fetch_add(bytes, Ordering::Relaxed) + bytes;
         device.reserved_peak.fetch_max(reserved, Ordering::Relaxed);
         device.counters.lock().num_device_alloc += 1;
@@ -107,7 +116,7 @@ impl<B: Backend> Shared<B> {
     }
 
     /// Why a range that was to have `wanted` bytes cannot be a segment of this allocator, if so.
-    fn flaw(&self, base: Addr, bytes: u64, wanted: u64) -> Option<Flaw> {
+    pub(super) fn flaw(&self, base: Addr, bytes: u64, wanted: u64) -> Option<Flaw> {
         let why = self
             .flaw_of_range(base, bytes)
             .or_else(|| (bytes != wanted).then_some("its length is not what was asked for"))?;

@@ -63,12 +63,12 @@ impl<B: Backend> Shared<B> {
             return Ok(Err(Shortage::Memory));
         }
         steps.push(LadderStep::Grow);
-        if let Ok(block) = self.grow(cell, request, trace)? {
+        if let Ok(block) = self.grow(cell, request, false, trace)? {
             return Ok(Ok(block));
         }
         if self.release_oversize(cell, request, trace)? {
             steps.push(LadderStep::ReleaseOversize);
-            if let Ok(block) = self.grow(cell, request, trace)? {
+            if let Ok(block) = self.grow(cell, request, false, trace)? {
                 return Ok(Ok(block));
             }
         }
@@ -77,13 +77,16 @@ impl<B: Backend> Shared<B> {
         self.wait_for_events(cell.device, trace)?;
         // PyTorch goes on to give everything back without looking at what just became free; a
         // request can then fail although a block for it is cached.
-        if self.policy == Policy::Ours
-            && let Some(block) = self.search(cell, request, trace)
-        {
-            return Ok(Ok(block));
+        if self.policy == Policy::Ours {
+            if let Some(block) = self.search(cell, request, trace) {
+                return Ok(Ok(block));
+            }
+            if let Ok(block) = self.grow(cell, request, true, trace)? {
+                return Ok(Ok(block));
+            }
         }
         self.release_cached(cell.device, trace)?;
-        self.grow(cell, request, trace)
+        self.grow(cell, request, true, trace)
     }
 
     fn search(

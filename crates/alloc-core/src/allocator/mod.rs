@@ -11,6 +11,7 @@ mod free;
 mod grow;
 mod ladder;
 mod oom;
+mod paging;
 mod reclaim;
 mod snapshot;
 
@@ -23,6 +24,7 @@ use crate::config::{Config, Policy, Rules, Settings};
 use crate::directory::Directory;
 use crate::error::{AllocError, BackendOp, FreeError, OomReport};
 use crate::events::EventQueue;
+use crate::handles::{HandleStore, HandleTable};
 use crate::heap::{Heap, Ledger, PoolShared, SegmentId};
 use crate::lock::Lock;
 use crate::pager::{PageStore, Pager};
@@ -83,6 +85,11 @@ pub(crate) struct HeapCell<B: Backend> {
     pool: PoolId,
     stream: B::Stream,
     state: Lock<HeapState<B>>,
+    /// An event on the stream, and the heap's clock when it was recorded: once it is reached, what
+    /// was freed before is nobody's any more.
+    mark: Mutex<Option<(u32, B::Event)>>,
+    /// The same for views of handles, with the epoch of their store.
+    view_mark: Mutex<Option<(u64, B::Event)>>,
 }
 
 /// What the lock of a heap guards.
@@ -110,6 +117,10 @@ struct Device<B: Backend> {
     reserved: AtomicU64,
     /// Most of them since the last reset of peaks; exact in both modes of [`PeakMode`].
     reserved_peak: AtomicU64,
+    /// Most bytes that were in use when memory was wanted; policy `ours` grows along it.
+    needed_peak: AtomicU64,
+    /// Handles that changed their home.
+    moved: AtomicU64,
     counters: Mutex<Counters>,
     /// One table for all heaps, where the peak of their sum must be exact.
     exact: Option<Lock<StatTable>>,
@@ -143,8 +154,8 @@ impl<B: Backend> Device<B> {
 
     /// The right to map and unmap pages, under the growth lock; `None` from within a call of the
     /// backend that does so already.
-    fn begin_paging(&self) -> Option<Paging<'_>> {
-        (!self.paging.swap(true, Ordering::Relaxed)).then(|| Paging(&self.paging))
+    fn begin_paging(&self) -> Option<PagingTurn<'_>> {
+        (!self.paging.swap(true, Ordering::Relaxed)).then(|| PagingTurn(&self.paging))
     }
 
     /// The heaps, in flush order.
@@ -161,9 +172,9 @@ impl<B: Backend> Device<B> {
 }
 
 /// See [`Device::begin_paging`].
-struct Paging<'a>(&'a AtomicBool);
+struct PagingTurn<'a>(&'a AtomicBool);
 
-impl Drop for Paging<'_> {
+impl Drop for PagingTurn<'_> {
     fn drop(&mut self) {
         self.0.store(false, Ordering::Relaxed);
     }
@@ -172,7 +183,24 @@ impl Drop for Paging<'_> {
 type HeapMap<B> = BTreeMap<(PoolId, StreamId), Arc<HeapCell<B>>>;
 type Callback = Arc<dyn Fn(DeviceId) -> bool + Send + Sync>;
 type Observer = Arc<dyn Fn(&OomReport) + Send + Sync>;
-type PagerOf<B> = Box<dyn Pager<<B as Backend>::Error>>;
+
+/// What backs expandable segments.
+enum Paging<B: Backend> {
+    /// Pages of one size, created when mapped and destroyed when unmapped: policy `pytorch`.
+    Pages(Box<dyn Pager<B::Error>>),
+    /// Handles that change their place: policy `ours`.
+    Handles(Box<dyn HandleStore<B::Error>>),
+}
+
+impl<B: Backend> Paging<B> {
+    fn pager(&self) -> &dyn Pager<B::Error> {
+        match self {
+            Paging::Pages(pager) => &**pager,
+            Paging::Handles(store) => &**store,
+        }
+    }
+}
+
 type AllocResult<T, B> = Result<T, AllocError<<B as Backend>::Error>>;
 
 struct Shared<B: Backend> {
@@ -186,7 +214,7 @@ struct Shared<B: Backend> {
     devices: Vec<Device<B>>,
     heaps: AppendTable<Arc<HeapCell<B>>>,
     directory: Directory,
-    pager: Option<PagerOf<B>>,
+    paging: Option<Paging<B>>,
     /// Asks the backend for its memory figures; not every backend that this type serves has them.
     memory: fn(&B, DeviceId) -> Option<DeviceMemory>,
     tracing: AtomicBool,
@@ -244,12 +272,16 @@ impl<B: Backend + MemoryInfo> CachingAllocator<B> {
         B: VirtualMemory,
     {
         let backend = Arc::new(backend);
-        let pager: PagerOf<B> = Box::new(PageStore::new(Arc::clone(&backend)));
-        Self::build(backend, config, Some(pager))
+        let paging = match config.policy {
+            Policy::Pytorch => Paging::Pages(Box::new(PageStore::new(Arc::clone(&backend)))),
+            Policy::Ours => Paging::Handles(Box::new(HandleTable::new(Arc::clone(&backend)))),
+        };
+        Self::build(backend, config, Some(paging))
     }
 
-    fn build(backend: Arc<B>, config: Config, pager: Option<PagerOf<B>>) -> AllocResult<Self, B> {
-        if config.settings.expandable_segments && pager.is_none() {
+    fn build(backend: Arc<B>, config: Config, paging: Option<Paging<B>>) -> AllocResult<Self, B> {
+        let expandable = config.settings.expandable_segments;
+        if expandable == Some(true) && paging.is_none() {
             return Err(AllocError::NoVirtualMemory);
         }
         let mut devices = Vec::new();
@@ -269,7 +301,7 @@ impl<B: Backend + MemoryInfo> CachingAllocator<B> {
                 devices,
                 heaps: AppendTable::new(),
                 directory: Directory::new(),
-                pager,
+                paging,
                 memory: |backend, device| backend.memory(device).ok(),
                 tracing: AtomicBool::new(false),
                 sink: RwLock::new(None),
@@ -303,6 +335,8 @@ impl<B: Backend> Device<B> {
             limit: AtomicU64::new(limit),
             reserved: AtomicU64::new(0),
             reserved_peak: AtomicU64::new(0),
+            needed_peak: AtomicU64::new(0),
+            moved: AtomicU64::new(0),
             counters: Mutex::new(Counters::default()),
             exact,
             heaps: RwLock::new(BTreeMap::new()),
@@ -497,7 +531,7 @@ impl<B: Backend> CachingAllocator<B> {
     /// # Errors
     /// [`AllocError::NoVirtualMemory`] if expandable segments are asked for and cannot be had.
     pub fn set_settings(&self, settings: Settings) -> AllocResult<(), B> {
-        if settings.expandable_segments && self.shared.pager.is_none() {
+        if settings.expandable_segments == Some(true) && self.shared.paging.is_none() {
             return Err(AllocError::NoVirtualMemory);
         }
         *self.shared.settings.lock() = settings;
@@ -505,12 +539,17 @@ impl<B: Backend> CachingAllocator<B> {
         Ok(())
     }
 
+    /// Whether requests use and grow expandable segments now.
+    pub fn expandable_segments(&self) -> bool {
+        self.shared.rules(&self.shared.settings.lock(), false).expandable
+    }
+
     /// Turns expandable segments on or off for later requests (spec §4.9).
     ///
     /// # Errors
     /// [`AllocError::NoVirtualMemory`].
     pub fn set_expandable_segments(&self, on: bool) -> AllocResult<(), B> {
-        self.set_settings(Settings { expandable_segments: on, ..self.settings() })
+        self.set_settings(Settings { expandable_segments: Some(on), ..self.settings() })
     }
 
     /// Sends every action from now on to `sink`, or to nobody.
@@ -670,12 +709,14 @@ impl<B: Backend> Shared<B> {
     fn new_heap(&self, index: u32, stream: &B::Stream, pool: Arc<PoolShared>) -> HeapCell<B> {
         let device = stream.device();
         let limited = self.devices[device.index()].limit().is_some();
-        let rules = Rules::new(self.policy, &self.settings.lock(), limited);
+        let rules = self.rules(&self.settings.lock(), limited);
         HeapCell {
             index,
             device,
             pool: pool.id,
             stream: stream.clone(),
+            mark: Mutex::new(None),
+            view_mark: Mutex::new(None),
             state: Lock::new(HeapState {
                 body: HeapBody {
                     heap: Heap::new(device, stream.id(), pool, rules),
@@ -687,12 +728,16 @@ impl<B: Backend> Shared<B> {
         }
     }
 
+    fn rules(&self, settings: &Settings, limited: bool) -> Rules {
+        Rules::new(self.policy, settings, limited, self.paging.is_some())
+    }
+
     /// Gives every heap the rules that follow from settings and limits.
     fn renew_rules(&self) {
         let settings = self.settings.lock().clone();
         for cell in self.heaps.iter() {
             let limited = self.devices[cell.device.index()].limit().is_some();
-            cell.state.lock().body.heap.rules = Rules::new(self.policy, &settings, limited);
+            cell.state.lock().body.heap.rules = self.rules(&settings, limited);
         }
     }
 

@@ -66,10 +66,10 @@ impl<B: Backend> Shared<B> {
         device: DeviceId,
         trace: &mut TraceBuffer,
     ) -> AllocResult<(), B> {
-        if let Some(pager) = &self.pager
+        if let Some(paging) = &self.paging
             && let Some(_paging) = self.devices[device.index()].begin_paging()
         {
-            pager.tidy(device);
+            paging.pager().tidy(device);
         }
         for class in [SizeClass::Large, SizeClass::Small] {
             self.release_class(device, PoolId::DEFAULT, class, trace)?;
@@ -88,10 +88,10 @@ impl<B: Backend> Shared<B> {
         for block in free.iter().filter(|block| !block.expandable && !block.split) {
             self.release_whole(block, trace)?;
         }
-        let Some(pager) = &self.pager else { return Ok(()) };
+        let Some(paging) = &self.paging else { return Ok(()) };
         let Some(_paging) = self.devices[device.index()].begin_paging() else { return Ok(()) };
         for block in free.iter().filter(|block| block.expandable) {
-            self.release_pages(&**pager, block, trace)?;
+            self.release_pages(paging.pager(), block, trace)?;
         }
         Ok(())
     }
@@ -166,7 +166,7 @@ impl<B: Backend> Shared<B> {
         trace: &mut TraceBuffer,
     ) -> AllocResult<(), B> {
         let cell = &*block.cell;
-        let Some((run, base)) = self.take_pages(block) else { return Ok(()) };
+        let Some((run, base)) = self.take_pages(pager, block) else { return Ok(()) };
         if let Err(error) = self.synchronize(&cell.stream) {
             self.directory_register(cell, &run, run.bytes);
             cell.state.lock().body.heap.restore_free(block.index);
@@ -198,14 +198,21 @@ impl<B: Backend> Shared<B> {
     }
 
     /// Takes a cached block with whole pages in it out of the free index.
-    fn take_pages(&self, block: &Candidate<B>) -> Option<(PageRun, Addr)> {
+    fn take_pages(
+        &self,
+        pager: &dyn Pager<B::Error>,
+        block: &Candidate<B>,
+    ) -> Option<(PageRun, Addr)> {
         let mut state = block.cell.state.lock();
         let heap = &mut state.body.heap;
         unchanged(heap, block)?;
         let run = heap.plan_unmap(block.index)?;
+        let base = heap.segments[run.segment].base;
+        let (addr, bytes) = pager.whole_pages(base, run.addr, run.bytes)?;
+        let run = PageRun { addr, bytes, ..run };
         heap.remove_free(block.index);
         self.directory.unregister(run.addr, run.bytes);
-        Some((run, heap.segments[run.segment].base))
+        Some((run, base))
     }
 
     fn book_unmapped(
@@ -346,7 +353,7 @@ impl<B: Backend> Drop for Shared<B> {
     /// that cannot be waited for is left with the backend, not taken from under it.
     fn drop(&mut self) {
         if !self.wait_for_all_work() {
-            std::mem::forget(self.pager.take());
+            std::mem::forget(self.paging.take());
             return;
         }
         for cell in self.heaps.iter() {

@@ -98,8 +98,9 @@ pub struct Settings {
     pub gc_threshold: Option<f64>,
     /// `roundup_power2_divisions`.
     pub roundup: RoundupDivisions,
-    /// `expandable_segments`.
-    pub expandable_segments: bool,
+    /// `expandable_segments`. `None` is what the policy prefers: off with policy `pytorch`, on with
+    /// policy `ours` where the allocator was made with virtual memory.
+    pub expandable_segments: Option<bool>,
     /// `expandable_segments_reserve`; `None` is 9/8 of the device.
     pub expandable_reserve: Option<ReserveSize>,
     /// `expandable_segments_reserve_by_class`, by the class name that a stream is tagged with.
@@ -126,6 +127,34 @@ pub struct Settings {
     pub pinned_round_bytes_max: Option<u64>,
     /// `pinned_max_cached_size_mb`, in bytes: larger blocks are not cached.
     pub pinned_cached_bytes_max: Option<u64>,
+    /// What only policy `ours` has.
+    pub ours: OursSettings,
+}
+
+/// How policy `ours` grows expandable segments; keys of the settings string begin with `ours_`.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct OursSettings {
+    /// `ours_margin`: memory is moved rather than created once this fraction more is reserved than
+    /// was ever needed.
+    pub margin: f64,
+    /// `ours_margin_min_mb`, in bytes: but not below this much more.
+    pub margin_bytes_min: u64,
+    /// `ours_handle_max_mb`, in bytes: the largest physical handle to create.
+    pub handle_bytes_max: u64,
+    /// `ours_views_max`: places where one handle may be mapped at once; above, old ones are unmapped
+    /// when they are known to be unused.
+    pub views_max: u32,
+}
+
+impl Default for OursSettings {
+    fn default() -> Self {
+        OursSettings {
+            margin: 0.004,
+            margin_bytes_min: 8 << 20,
+            handle_bytes_max: 10 << 20,
+            views_max: 4,
+        }
+    }
 }
 
 impl Default for Settings {
@@ -137,7 +166,7 @@ impl Default for Settings {
             large_segment_bytes: LARGE_SEGMENT_BYTES,
             gc_threshold: None,
             roundup: RoundupDivisions::NONE,
-            expandable_segments: false,
+            expandable_segments: None,
             expandable_reserve: None,
             expandable_reserve_by_class: BTreeMap::new(),
             memory_fraction: 1.0,
@@ -151,6 +180,7 @@ impl Default for Settings {
             pinned_use_background_threads: false,
             pinned_round_bytes_max: None,
             pinned_cached_bytes_max: None,
+            ours: OursSettings::default(),
         }
     }
 }
@@ -272,7 +302,12 @@ pub(crate) struct Rules {
 }
 
 impl Rules {
-    pub(crate) fn new(policy: Policy, settings: &Settings, limited: bool) -> Self {
+    pub(crate) fn new(
+        policy: Policy,
+        settings: &Settings,
+        limited: bool,
+        virtual_memory: bool,
+    ) -> Self {
         let large_segment_bytes = settings.large_segment_bytes;
         let rounding = settings.max_non_split_rounding_bytes.unwrap_or(large_segment_bytes);
         Rules {
@@ -282,7 +317,8 @@ impl Rules {
             max_non_split_rounding_bytes: rounding,
             oversize_covers_expandable: policy == Policy::Pytorch,
             counts_searches: settings.gc_threshold.is_some() && (limited || policy == Policy::Ours),
-            expandable: settings.expandable_segments,
+            expandable: virtual_memory
+                && settings.expandable_segments.unwrap_or(policy == Policy::Ours),
         }
     }
 

@@ -3,7 +3,7 @@
 //! Stricter than upstream in one respect: a wrong separator, a missing bracket or a bad value is an
 //! error, never skipped, and a failed string changes nothing.
 
-use super::{BackendChoice, ReserveSize, Settings};
+use super::{BackendChoice, OursSettings, ReserveSize, Settings};
 use crate::size_class::{ListKey, RoundupDivisions};
 use std::fmt;
 
@@ -147,7 +147,7 @@ fn set(settings: &mut Settings, entry: &Entry<'_>) -> Result<(), ConfError> {
         "large_segment_size_mb" => {}
         "garbage_collection_threshold" => settings.gc_threshold = Some(threshold(entry)?),
         "roundup_power2_divisions" => settings.roundup = roundup(entry)?,
-        "expandable_segments" => settings.expandable_segments = entry.flag()?,
+        "expandable_segments" => settings.expandable_segments = Some(entry.flag()?),
         "expandable_segments_reserve" => {
             settings.expandable_reserve = Some(reserve(entry, entry.text)?);
         }
@@ -160,9 +160,37 @@ fn set(settings: &mut Settings, entry: &Entry<'_>) -> Result<(), ConfError> {
         "graph_capture_record_stream_reuse" => {
             settings.graph_capture_record_stream_reuse = entry.flag()?;
         }
+        key if key.starts_with("ours_") => set_ours(&mut settings.ours, entry)?,
         _ => set_pinned(settings, entry)?,
     }
     Ok(())
+}
+
+fn set_ours(ours: &mut OursSettings, entry: &Entry<'_>) -> Result<(), ConfError> {
+    match entry.key {
+        "ours_margin" => ours.margin = fraction(entry)?,
+        "ours_margin_min_mb" => ours.margin_bytes_min = bounded_mib(entry, 0)?,
+        "ours_handle_max_mb" => ours.handle_bytes_max = bounded_mib(entry, 2)?,
+        "ours_views_max" => {
+            ours.views_max = match entry.integer()? {
+                n @ 1..=64 => n as u32,
+                _ => return Err(entry.error("must be from 1 to 64")),
+            };
+        }
+        _ => return Err(entry.error("there is no such setting")),
+    }
+    Ok(())
+}
+
+/// A number of MiB that is not absurd, in bytes.
+fn bounded_mib(entry: &Entry<'_>, least_mib: u64) -> Result<u64, ConfError> {
+    match entry.mib()? {
+        bytes if bytes < least_mib * MIB => {
+            Err(entry.error(format!("too small, must be >= {least_mib}")))
+        }
+        bytes if bytes >= 1 << 50 => Err(entry.error("must be < 2^30 MB")),
+        bytes => Ok(bytes),
+    }
 }
 
 fn set_pinned(settings: &mut Settings, entry: &Entry<'_>) -> Result<(), ConfError> {
@@ -339,7 +367,8 @@ mod tests {
         assert_eq!(settings.large_segment_bytes, 32 * MIB);
         assert_eq!(settings.gc_threshold, Some(0.6));
         assert_eq!(settings.roundup.table()[8..12], [1, 2, 8, 8]);
-        assert!(settings.expandable_segments && settings.throw_on_oom);
+        assert!(settings.throw_on_oom);
+        assert_eq!(settings.expandable_segments, Some(true));
         assert_eq!(settings.expandable_reserve, Some(ReserveSize::Bytes(40 << 30)));
         assert_eq!(
             settings.expandable_reserve_by_class.get("main"),
@@ -388,7 +417,7 @@ mod tests {
         let mut settings = parsed("max_split_size_mb:64,expandable_segments:True");
         settings.apply("garbage_collection_threshold:0.5").unwrap();
         assert_eq!(settings.max_split_bytes, None);
-        assert!(settings.expandable_segments);
+        assert_eq!(settings.expandable_segments, Some(true));
         settings.apply("").unwrap();
         assert_eq!(settings.gc_threshold, None);
     }

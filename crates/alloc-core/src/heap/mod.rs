@@ -5,9 +5,11 @@
 //! `Live` → (`Draining` →) `Free`.
 
 mod expandable;
+mod moving;
 mod segment;
 
 pub(crate) use expandable::PageRun;
+pub(crate) use moving::HoleSpan;
 pub(crate) use segment::{SegmentId, SegmentInfo, SegmentKind, SegmentTable};
 
 use crate::block::{Block, BlockIdx, BlockSlab, BlockState};
@@ -82,6 +84,8 @@ pub(crate) struct Heap {
     pub(crate) blocks: BlockSlab,
     pub(crate) classes: [ClassIndex; 2],
     pub(crate) segments: SegmentTable,
+    /// Frees so far, wrapping: how long ago memory became free is told by it.
+    pub(crate) clock: u32,
 }
 
 impl Heap {
@@ -99,6 +103,7 @@ impl Heap {
             blocks: BlockSlab::default(),
             classes: Default::default(),
             segments: SegmentTable::default(),
+            clock: 0,
         }
     }
 
@@ -217,10 +222,11 @@ impl Heap {
         let block = &self.blocks[id];
         let (addr, rest_bytes) = (block.addr + bytes, block.bytes - bytes);
         let (segment, class, expandable) = (block.segment, block.class, block.expandable);
-        let after = block.next;
+        let (after, freed_at) = (block.next, block.freed_at);
         let mut rest = Block::new(addr, rest_bytes, BlockState::Held, segment, class, expandable);
         rest.prev = Some(id);
         rest.next = after;
+        rest.freed_at = freed_at;
         let rest = self.blocks.insert(rest);
         if let Some(after) = after {
             self.blocks[after].prev = Some(rest);
@@ -271,6 +277,8 @@ impl Heap {
         let (addr, bytes, requested, class) =
             (block.addr, block.bytes, block.requested, block.class);
         let counts_split = !block.expandable;
+        self.clock = self.clock.wrapping_add(1);
+        self.blocks[id].freed_at = self.clock;
         self.trace(ledger, TraceAction::FreeCompleted, addr, requested);
         let (merged, absorbed) = self.merge_and_insert(id);
         if counts_split {
@@ -314,12 +322,15 @@ impl Heap {
     #[inline]
     fn join(&mut self, lower: BlockIdx, upper: BlockIdx) {
         let gone = &self.blocks[upper];
-        let (addr, bytes, next) = (gone.addr, gone.bytes, gone.next);
+        let (addr, bytes, next, freed_at) = (gone.addr, gone.bytes, gone.next, gone.freed_at);
         self.blocks.remove(upper);
         let block = &mut self.blocks[lower];
         debug_assert_eq!(block.end(), addr, "I1: neighbours touch");
         block.bytes += bytes;
         block.next = next;
+        if self.clock.wrapping_sub(freed_at) < self.clock.wrapping_sub(block.freed_at) {
+            block.freed_at = freed_at;
+        }
         if let Some(after) = next {
             self.blocks[after].prev = Some(lower);
         }

@@ -27,7 +27,7 @@ const SIDE_STREAMS: usize = 4;
 /// The configuration of `policy` with ordinary segments, changed by a settings string.
 pub(crate) fn config(policy: Policy, text: &str) -> Config {
     let mut config = Config::of(policy);
-    config.settings = Settings::default();
+    config.settings = Settings { expandable_segments: Some(false), ..Settings::default() };
     config.apply(text).expect(text);
     config
 }

@@ -124,7 +124,7 @@ fn threads_on_one_stream() {
 fn threads_with_a_busybody() {
     in_time(|| {
         for config in mixtures() {
-            let toggles = config.settings.expandable_segments;
+            let toggles = config.settings.expandable_segments == Some(true);
             let judged = judged(8 * GIB, config);
             let streams: Vec<_> = (0..THREADS).map(|_| judged.backend.stream(DEV0)).collect();
             let done = AtomicBool::new(false);

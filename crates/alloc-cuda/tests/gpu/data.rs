@@ -18,7 +18,7 @@ pub(crate) fn configurations() -> Vec<(&'static str, Config)> {
     for policy in [Policy::Pytorch, Policy::Ours] {
         for expandable in [false, true] {
             let mut config = Config::of(policy);
-            config.settings.expandable_segments = expandable;
+            config.settings.expandable_segments = Some(expandable);
             let name = match (policy, expandable) {
                 (Policy::Pytorch, false) => "pytorch",
                 (Policy::Pytorch, true) => "pytorch, expandable",

@@ -81,7 +81,7 @@ fn peer_access(rig: &Rig) -> Outcome {
     }
     let whole = rig.allocator(Config::ours());
     let mut config = Config::ours();
-    config.settings.expandable_segments = true;
+    config.settings.expandable_segments = Some(true);
     let growing = rig.allocator(config);
     let home = rig.backend.create_stream(SECOND).expect("stream");
     let guest = rig.backend.create_stream(FIRST).expect("stream");

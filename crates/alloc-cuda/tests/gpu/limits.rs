@@ -14,7 +14,7 @@ pub(crate) const SCENARIOS: &[Scenario] = &[
 
 fn device_full_and_recovery(rig: &Rig) -> Outcome {
     for (name, config) in configurations() {
-        if config.settings.expandable_segments
+        if config.settings.expandable_segments == Some(true)
             && !rig.backend.has_virtual_memory(FIRST).expect("exists")
         {
             continue;

@@ -155,9 +155,9 @@ fn streams(rig: &Rig) -> Outcome {
 /// Threads with streams of their own, one allocator.
 fn threads(rig: &Rig) -> Outcome {
     let threads = if rig.is_real { 8 } else { 3 };
-    let mut expandable = Config::ours();
-    expandable.settings.expandable_segments = true;
-    for config in [Config::ours(), expandable, Config::pytorch()] {
+    let mut whole = Config::ours();
+    whole.settings.expandable_segments = Some(false);
+    for config in [Config::ours(), whole, Config::pytorch()] {
         let allocator = rig.allocator(config);
         std::thread::scope(|scope| {
             for thread in 0..threads {

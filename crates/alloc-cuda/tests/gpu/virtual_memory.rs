@@ -146,7 +146,7 @@ fn grow_unmap_remap(rig: &Rig) -> Outcome {
     }
     for policy in [Policy::Pytorch, Policy::Ours] {
         let mut config = Config::of(policy);
-        config.settings.expandable_segments = true;
+        config.settings.expandable_segments = Some(true);
         let allocator = rig.allocator(config);
         let stream = rig.stream();
         let reserved = || {

@@ -61,8 +61,7 @@ pub(super) fn on_stream<R>(
     call: impl FnOnce(&mut State, usize) -> Result<R, Code>,
 ) -> Result<R, Code> {
     on_state(name, |state| {
-        let device = current(state)?;
-        let stream = state.stream(handle as usize, device)?;
+        let stream = state.stream(handle as usize)?;
         call(state, stream)
     })
 }

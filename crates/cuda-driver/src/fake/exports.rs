@@ -146,6 +146,9 @@ exports! {
             Ok(state.is_device_idle(device))
         })
     }
+    cuCtxGetDevice() -> sys::CUdevice {
+        on_state("cuCtxGetDevice", |state| Ok(current(state)? as sys::CUdevice))
+    }
     cuCtxEnablePeerAccess(peer: sys::CUcontext, _flags: c_uint) {
         on_state("cuCtxEnablePeerAccess", |state| {
             let (own, peer) = (current(state)?, state.device_of_context(peer as usize)?);
@@ -170,8 +173,7 @@ exports! {
     }
     cuStreamSynchronize(stream: sys::CUstream) {
         wait_until("cuStreamSynchronize", |state| {
-            let device = current(state)?;
-            let stream = state.stream(stream as usize, device)?;
+            let stream = state.stream(stream as usize)?;
             state.is_idle(stream)
         })
     }

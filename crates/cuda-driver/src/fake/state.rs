@@ -163,13 +163,14 @@ impl State {
         Ok(())
     }
 
-    /// The number of the stream a handle means on this thread with `device` current.
-    pub(super) fn stream(&mut self, handle: usize, device: usize) -> Result<usize, Code> {
+    /// The number of the stream a handle means on this thread.
+    pub(super) fn stream(&mut self, handle: usize) -> Result<usize, Code> {
         let thread = match handle {
             0 | crate::Stream::LEGACY => None,
             crate::Stream::PER_THREAD => Some(self.thread_number()),
             _ => return self.handles.get(&handle).copied().ok_or(code::INVALID_HANDLE),
         };
+        let device = super::call::current(self)?;
         if let Some(&known) = self.special.get(&(device, thread)) {
             return Ok(known);
         }

@@ -133,6 +133,22 @@ fn the_legacy_stream_waits_for_every_threads_default_stream() {
 }
 
 #[test]
+fn a_stream_tells_its_device() {
+    let session = Session::new(&[64 * MIB, 64 * MIB]);
+    let (first, second) = (context(&session, 0), context(&session, 1));
+    let stream = Stream::create(&second).expect("stream");
+    // SAFETY: alive.
+    let found = unsafe { session.driver().device_of_stream(stream.raw()) };
+    assert_eq!(found, Ok(1));
+    // SAFETY: a special handle.
+    let null = || unsafe { session.driver().device_of_stream(std::ptr::null_mut()) };
+    assert_eq!(null().expect_err("nothing is current").code, code::INVALID_CONTEXT);
+    let _current = first.enter().expect("enter");
+    assert_eq!(null(), Ok(0));
+    assert_eq!(session.current_device(), Some(0));
+}
+
+#[test]
 fn virtual_memory_grows_moves_and_refuses_what_is_wrong() {
     let session = Session::new(&[8 * MIB]);
     let context = context(&session, 0);
