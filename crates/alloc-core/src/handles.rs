@@ -25,8 +25,10 @@ pub(crate) struct View {
     pub(crate) at: Addr,
     pub(crate) bytes: u64,
     pub(crate) handle: HandleId,
-    /// Where the handle's home is; `at`, if this view is it.
+    /// Where the handle's home is; `at`, if this view is it; null, if it has none.
     pub(crate) home: Addr,
+    /// Whether it could be the home: not, if it is left over from a backing that failed.
+    pub(crate) good: bool,
 }
 
 /// What is to stand behind the next stretch of a range.
@@ -72,8 +74,11 @@ pub(crate) trait HandleStore<E>: Pager<E> {
 
 struct Handle<P> {
     page: Arc<P>,
+    device: DeviceId,
     bytes: u64,
-    home: Place,
+    /// `None`: left over from a backing that failed and could not be undone. Nobody's memory, until
+    /// it can be unmapped.
+    home: Option<Place>,
     /// All places where it is mapped, oldest first.
     views: SmallVec<[Mapping; 4]>,
 }
@@ -89,6 +94,8 @@ struct Place {
 struct Mapping {
     place: Place,
     left: u64,
+    /// See [`View::good`].
+    good: bool,
 }
 
 struct Reserved<R> {
@@ -176,8 +183,8 @@ impl<B: VirtualMemory> HandleTable<B> {
         }
     }
 
-    /// Undoes a half-done backing. What cannot be unmapped becomes a view of a handle without a home
-    /// there: nobody's memory, but not lost.
+    /// Undoes a half-done backing. What cannot be unmapped becomes a dormant view, of a handle without
+    /// a home if it was new.
     fn unmap_parts(
         &self,
         base: Addr,
@@ -188,17 +195,39 @@ impl<B: VirtualMemory> HandleTable<B> {
         for (at, page) in mapped {
             match self.backend.unmap(token, at, page.bytes()) {
                 Ok(()) => self.drop_page(device, page),
-                Err(_) => self.keep_stuck(Place { base, at }, page),
+                Err(_) => self.keep_stuck(device, Place { base, at }, page),
             }
         }
     }
 
-    fn keep_stuck(&self, place: Place, page: Arc<B::Page>) {
+    fn keep_stuck(&self, device: DeviceId, place: Place, page: Arc<B::Page>) {
         let mut state = self.state.lock();
         let known = state.handles.iter().find(|(_, handle)| Arc::ptr_eq(&handle.page, &page));
         let id = known.map(|(id, _)| *id);
-        let id = id.unwrap_or_else(|| state.adopt(place, page));
-        state.add_view(id, place);
+        let id = id.unwrap_or_else(|| state.adopt(device, page));
+        state.add_view(id, place, false);
+    }
+
+    /// Unmaps what failed backings have left over on a device, and gives handles without a home back.
+    fn bury_leftovers(&self, device: DeviceId) {
+        let leftovers: Vec<_> = {
+            let state = self.state.lock();
+            let on = |view: &&Mapping| state.reserved[&view.place.base].device == device;
+            let views = state.handles.values().flat_map(|handle| &handle.views);
+            views.filter(|view| !view.good).filter(on).map(|view| view.place).collect()
+        };
+        for place in leftovers {
+            let _ = self.drop_view(place);
+        }
+        let mut state = self.state.lock();
+        let gone = |handle: &Handle<B::Page>| handle.home.is_none() && handle.views.is_empty();
+        let ids: Vec<_> =
+            state.handles.iter().filter(|(_, h)| gone(h)).map(|(id, _)| *id).collect();
+        let gone: Vec<_> = ids.iter().filter_map(|id| state.handles.remove(id)).collect();
+        drop(state);
+        for handle in gone {
+            self.drop_page(handle.device, handle.page);
+        }
     }
 
     /// Gives a page back if nobody else holds it.
@@ -256,16 +285,17 @@ impl<B: VirtualMemory> HandleTable<B> {
 }
 
 impl<B: VirtualMemory> State<B> {
-    fn adopt(&mut self, home: Place, page: Arc<B::Page>) -> HandleId {
+    /// A handle without a home yet.
+    fn adopt(&mut self, device: DeviceId, page: Arc<B::Page>) -> HandleId {
         let id = HandleId(self.next);
         self.next += 1;
         let bytes = page.bytes();
-        self.handles.insert(id, Handle { page, bytes, home, views: SmallVec::new() });
+        self.handles.insert(id, Handle { page, device, bytes, home: None, views: SmallVec::new() });
         id
     }
 
-    fn add_view(&mut self, id: HandleId, place: Place) {
-        let mapping = Mapping { place, left: self.epoch };
+    fn add_view(&mut self, id: HandleId, place: Place, good: bool) {
+        let mapping = Mapping { place, left: self.epoch, good };
         self.handles.get_mut(&id).expect("I10: the handle exists").views.push(mapping);
         let reserved = self.reserved.get_mut(&place.base).expect("I10: the reservation exists");
         reserved.views.insert(place.at, id);
@@ -276,8 +306,8 @@ impl<B: VirtualMemory> State<B> {
         self.epoch += 1;
         let epoch = self.epoch;
         let handle = self.handles.get_mut(&id).expect("I10: the handle exists");
-        let before = std::mem::replace(&mut handle.home, place);
-        for view in handle.views.iter_mut().filter(|view| view.place == before) {
+        let before = handle.home.replace(place);
+        for view in handle.views.iter_mut().filter(|view| Some(view.place) == before) {
             view.left = epoch;
         }
     }
@@ -295,14 +325,15 @@ impl<B: VirtualMemory> State<B> {
 impl<B: VirtualMemory> HandleStore<B::Error> for HandleTable<B> {
     fn back(&self, base: Addr, at: Addr, parts: &[Part]) -> Result<(), PagerError<B::Error>> {
         let mapped = self.map_parts(base, at, parts)?;
+        let (_, device) = self.reservation(base);
         let mut state = self.state.lock();
         for (part, (at, page)) in parts.iter().zip(mapped) {
             let place = Place { base, at };
             let id = match part {
-                Part::New(_) => state.adopt(place, page),
+                Part::New(_) => state.adopt(device, page),
                 Part::Handle(id, _) => *id,
             };
-            state.add_view(id, place);
+            state.add_view(id, place, true);
             state.move_home(id, place);
         }
         Ok(())
@@ -329,7 +360,7 @@ impl<B: VirtualMemory> HandleStore<B::Error> for HandleTable<B> {
             crowded
                 .flat_map(|handle| {
                     let old = |view: &&Mapping| {
-                        view.place != handle.home
+                        Some(view.place) != handle.home
                             && view.left <= epoch
                             && bases.contains(&view.place.base)
                     };
@@ -349,7 +380,10 @@ impl<B: VirtualMemory> HandleStore<B::Error> for HandleTable<B> {
         views
             .map(|(at, id)| {
                 let handle = &state.handles[id];
-                View { at: *at, bytes: handle.bytes, handle: *id, home: handle.home.at }
+                let home = handle.home.map_or(Addr::NULL, |home| home.at);
+                let here = Place { base, at: *at };
+                let good = handle.views.iter().any(|view| view.place == here && view.good);
+                View { at: *at, bytes: handle.bytes, handle: *id, home, good }
             })
             .collect()
     }
@@ -380,6 +414,7 @@ impl<B: VirtualMemory> Pager<B::Error> for HandleTable<B> {
     }
 
     fn tidy(&self, device: DeviceId) {
+        self.bury_leftovers(device);
         let mut mine = Vec::new();
         let mut state = self.state.lock();
         for (of, page) in std::mem::take(&mut state.strays) {
@@ -401,7 +436,8 @@ impl<B: VirtualMemory> Pager<B::Error> for HandleTable<B> {
         mine.map(|(base, reserved)| {
             let homes = reserved.views.iter().filter_map(|(at, id)| {
                 let handle = &state.handles[id];
-                (handle.home == Place { base: *base, at: *at }).then_some((*at, handle.bytes))
+                let here = Place { base: *base, at: *at };
+                (handle.home == Some(here)).then_some((*at, handle.bytes))
             });
             ((*base, reserved.token.bytes()), homes.collect())
         })
@@ -460,11 +496,19 @@ impl<B: VirtualMemory> Drop for HandleTable<B> {
     /// Best effort: a backend that is gone already has taken everything with it.
     fn drop(&mut self) {
         let state = self.state.get_mut();
-        for reserved in state.reserved.values() {
+        // Whatever could not be unmapped keeps its page and its reservation.
+        let mut stuck = Vec::new();
+        for (base, reserved) in &state.reserved {
             for (at, id) in &reserved.views {
                 let bytes = state.handles.get(id).map_or(0, |handle| handle.bytes);
-                let _ = self.backend.unmap(&reserved.token, *at, bytes);
+                if self.backend.unmap(&reserved.token, *at, bytes).is_err() {
+                    stuck.push((*base, *id));
+                }
             }
+        }
+        for (base, id) in stuck {
+            state.handles.remove(&id);
+            state.reserved.remove(&base);
         }
         let strays = std::mem::take(&mut state.strays).into_iter().map(|(_, page)| page);
         let pages = std::mem::take(&mut state.handles).into_values();

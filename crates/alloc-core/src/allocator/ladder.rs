@@ -89,7 +89,7 @@ impl<B: Backend> Shared<B> {
         self.grow(cell, request, true, trace)
     }
 
-    fn search(
+    pub(super) fn search(
         &self,
         cell: &HeapCell<B>,
         request: &Request,

@@ -152,6 +152,10 @@ impl<B: Backend> Shared<B> {
             Err(shortage) => return Ok(Err(Setback::Shortage(shortage))),
         };
         let left = site.left.map_or(0, |(_, bytes)| bytes);
+        if left >= request.rounded {
+            // Another thread has freed it since the search.
+            return Ok(self.search(cell, request, trace).ok_or(Setback::Interrupted));
+        }
         let need = (request.rounded - left).next_multiple_of(unit);
         let headroom = line.saturating_sub(device.reserved()) / unit * unit;
         let largest = self.handle_bytes_max(request, unit);
@@ -619,7 +623,7 @@ fn stretches<B: Backend>(
             hole.below.is_some_and(|(b, _)| b == block)
                 || hole.above.is_some_and(|(b, _)| b == block)
         };
-        let usable = usable.filter(|at| !beside(*at));
+        let usable = usable.filter(|at| view.good && !beside(*at));
         let twice =
             |stretch: &Stretch, at: usize| stretch.views.iter().any(|(other, _)| *other == at);
         let touches = view.at == cursor;
