@@ -15,8 +15,12 @@ struct BySize([(u64, u64); 3]);
 // gave).
 const CREATE: BySize = BySize([(2 * MIB, 10_000), (128 * MIB, 13_000), (2048 * MIB, 37_500)]);
 const MAP: BySize = BySize([(2 * MIB, 700), (128 * MIB, 1_000), (2048 * MIB, 3_000)]);
+// For one mapping; a run of n costs n times as much (`docs/measurements/`).
 const SET_ACCESS: BySize = BySize([(2 * MIB, 26_000), (128 * MIB, 31_000), (2048 * MIB, 90_000)]);
 const UNMAP: BySize = BySize([(2 * MIB, 16_000), (128 * MIB, 19_000), (2048 * MIB, 38_000)]);
+/// First touch by 16 threads and registration of 1 and 4 GiB, and an estimate for small sizes.
+const PIN: BySize =
+    BySize([(2 * MIB, 110_000), (1024 * MIB, 47_000_000), (4096 * MIB, 181_000_000)]);
 const DESTROY: BySize = BySize([(2 * MIB, 12_000), (128 * MIB, 60_000), (2048 * MIB, 850_000)]);
 
 // cudaMalloc and cudaFree on an idle H200, driver 580.159.04 (medians; `docs/measurements/`).
@@ -52,6 +56,10 @@ pub fn call_ns(call: Call, bytes: u64) -> u64 {
         // A blocking wait on a reached event.
         Call::Wait => 450,
         Call::Memory => 7_600,
+        Call::Pin => PIN.at(bytes),
+        // Estimates: half the way back, and 10 GB/s.
+        Call::Unpin => PIN.at(bytes) / 2,
+        Call::Copy => bytes / 10,
     }
 }
 
