@@ -22,8 +22,8 @@ pub mod trace;
 mod units;
 
 pub use allocator::{
-    Allocation, BlockSnapshot, BlockStatus, CachingAllocator, Located, SegmentSnapshot, Snapshot,
-    StreamHandle, Violation,
+    Allocation, BlockSnapshot, BlockStatus, CachingAllocator, EventHold, Located, SegmentSnapshot,
+    Snapshot, StreamHandle, Violation,
 };
 pub use config::{ConfError, Config, Policy, Settings};
 pub use error::{

@@ -31,7 +31,7 @@ impl<B: Backend> Shared<B> {
             return Ok(self.allocation(cell, requested, None));
         }
         let mut op = self.begin();
-        if !self.devices[cell.device.index()].events.is_empty() {
+        if !self.devices[cell.device.index()].events.is_empty() && self.may_use_events() {
             self.process_events(cell.device, &mut op.trace)?;
         }
         let found =
