@@ -83,6 +83,9 @@ struct Handle<P> {
     views: SmallVec<[Mapping; 4]>,
 }
 
+/// Pages that were just mapped, with their places.
+type MappedPages<P> = Vec<(Addr, Arc<P>)>;
+
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 struct Place {
     base: Addr,
@@ -148,7 +151,7 @@ impl<B: VirtualMemory> HandleTable<B> {
         base: Addr,
         at: Addr,
         parts: &[Part],
-    ) -> Result<Vec<(Addr, Arc<B::Page>)>, PagerError<B::Error>> {
+    ) -> Result<MappedPages<B::Page>, PagerError<B::Error>> {
         let (token, device) = self.reservation(base);
         let mut mapped = Vec::new();
         let mut cursor = at;
@@ -190,7 +193,7 @@ impl<B: VirtualMemory> HandleTable<B> {
         base: Addr,
         token: &B::Reservation,
         device: DeviceId,
-        mapped: Vec<(Addr, Arc<B::Page>)>,
+        mapped: MappedPages<B::Page>,
     ) {
         for (at, page) in mapped {
             match self.backend.unmap(token, at, page.bytes()) {

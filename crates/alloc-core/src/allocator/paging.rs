@@ -47,6 +47,9 @@ struct Site {
     at: Addr,
 }
 
+/// Positions in the list of idle handles, with the views that become their homes.
+type Homes = Vec<(usize, PageRun)>;
+
 /// Why a plan could not be carried out.
 enum Setback {
     Shortage(Shortage),
@@ -337,11 +340,11 @@ impl<B: Backend> Shared<B> {
         cell: &HeapCell<B>,
         request: &Request,
         idle: &[Idle<B>],
-    ) -> Option<Vec<(usize, PageRun)>> {
+    ) -> Option<Homes> {
         let by_handle: BTreeMap<HandleId, usize> =
             idle.iter().enumerate().map(|(at, idle)| (idle.view.handle, at)).collect();
         let holes = cell.state.lock().body.heap.holes(request.class);
-        let mut best: Option<(usize, u64, Vec<(usize, PageRun)>)> = None;
+        let mut best: Option<(usize, u64, Homes)> = None;
         for hole in &holes {
             for stretch in stretches(store, hole, &by_handle, idle) {
                 let Some((bytes, homes)) = stretch.tightest(request.rounded) else { continue };
@@ -578,13 +581,13 @@ fn gaps<E>(store: &dyn HandleStore<E>, hole: &HoleSpan) -> Vec<(Site, u64)> {
 struct Stretch {
     below: u64,
     /// Positions in the list of idle handles, with the views.
-    views: Vec<(usize, PageRun)>,
+    views: Homes,
     above: u64,
 }
 
 impl Stretch {
     /// The part of the stretch with the fewest views that has `wanted` bytes.
-    fn tightest(&self, wanted: u64) -> Option<(u64, Vec<(usize, PageRun)>)> {
+    fn tightest(&self, wanted: u64) -> Option<(u64, Homes)> {
         let mut best: Option<(usize, u64, std::ops::Range<usize>)> = None;
         for first in 0..self.views.len() {
             let mut bytes = if first == 0 { self.below } else { 0 };
