@@ -19,7 +19,7 @@ pub(crate) const NO_GPU: u8 = 77;
 /// Exits with 77 if there is no GPU here, with 1 if a test fails.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Build only: put programs, their data and a `run.sh` into DIR
+    /// Build only: put programs, their data, a `run.sh` for the tests and a `bench.sh` into DIR
     #[arg(long, value_name = "DIR", num_args = 0..=1, default_missing_value = "gpu-bundle")]
     bundle: Option<PathBuf>,
 
@@ -52,6 +52,8 @@ struct Product {
     target: &'static str,
     /// Name in the bundle.
     file: &'static str,
+    /// Profile that it is built with.
+    profile: &'static str,
 }
 
 const PRODUCTS: &[Product] = &[
@@ -60,14 +62,26 @@ const PRODUCTS: &[Product] = &[
         selection: &["--test", "gpu", "--features", "cudarc"],
         target: "gpu",
         file: "alloc-cuda-gpu",
+        profile: TEST_PROFILE,
     },
     Product {
         package: "alloc-torch",
         selection: &["--lib"],
         target: "alloc_torch",
         file: "liballoc_torch.so",
+        profile: TEST_PROFILE,
+    },
+    Product {
+        package: "alloc-lab",
+        selection: &["--bin", "alloc-lab"],
+        target: "alloc-lab",
+        file: "alloc-lab",
+        profile: "dist",
     },
 ];
+
+/// A profile of its own, so that it does not take turns with the usual one in the target folder.
+const TEST_PROFILE: &str = "gpu";
 
 /// Files of the repository that lie beside the programs in a bundle.
 const SCRIPTS: &[&str] =
@@ -78,7 +92,7 @@ const SCRIPTS: &[&str] =
 const TESTS: &[&str] = &["alloc-cuda-gpu", "torch_check.py"];
 
 /// Folders of the repository that programs read at run time.
-const DATA: &[&str] = &["traces"];
+const DATA: &[&str] = &["traces", "peers"];
 
 /// Builds everything into a folder, and runs it unless asked for the folder.
 ///
@@ -106,7 +120,8 @@ pub(crate) fn run(workspace: &Workspace, args: &Args) -> Result<()> {
     Ok(())
 }
 
-fn bundle(workspace: &Workspace, folder: &Path) -> Result<()> {
+/// Builds everything into `folder`, which is new, empty or an older bundle.
+pub(crate) fn bundle(workspace: &Workspace, folder: &Path) -> Result<()> {
     if folder.exists() {
         // Only what an earlier run made is thrown away.
         ensure!(
@@ -126,9 +141,11 @@ fn bundle(workspace: &Workspace, folder: &Path) -> Result<()> {
     for name in DATA {
         copy_folder(&workspace.root.join(name), &folder.join(name))?;
     }
-    let script = folder.join("run.sh");
-    fs::write(&script, run_script())?;
-    fs::set_permissions(&script, fs::Permissions::from_mode(0o755))?;
+    for (name, text) in [("run.sh", run_script()), ("bench.sh", bench_script())] {
+        let script = folder.join(name);
+        fs::write(&script, text)?;
+        fs::set_permissions(&script, fs::Permissions::from_mode(0o755))?;
+    }
     Ok(())
 }
 
@@ -154,8 +171,6 @@ fn copy_folder(from: &Path, to: &Path) -> Result<()> {
 /// Builds one product, optimised and stripped, and returns where it is.
 fn build(workspace: &Workspace, product: &Product) -> Result<PathBuf> {
     let mut command = workspace.cargo([
-        // A profile of its own, so that it does not take turns with the usual one in the target
-        // folder.
         "--config",
         "profile.gpu.inherits=\"release\"",
         "--config",
@@ -164,7 +179,7 @@ fn build(workspace: &Workspace, product: &Product) -> Result<PathBuf> {
         "profile.gpu.debug=false",
         "build",
         "--profile",
-        "gpu",
+        product.profile,
         "--message-format",
         "json-render-diagnostics",
         "--package",
@@ -214,6 +229,11 @@ fn run_script() -> String {
         .replace("@NO_GPU@", &NO_GPU.to_string())
 }
 
+/// The script that measures. It needs bash and Python.
+fn bench_script() -> String {
+    include_str!("gpu_test/bench.sh").replace("@NO_GPU@", &NO_GPU.to_string())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -243,6 +263,22 @@ mod tests {
             let is_script = SCRIPTS.iter().any(|script| script.ends_with(&format!("/{test}")));
             assert!(is_product || is_script, "{test}");
         }
+    }
+
+    #[test]
+    fn the_bench_script_finds_its_program_and_passes_the_absence_of_a_gpu_on() {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+        let folder = tempfile::tempdir().expect("a folder");
+        copy_folder(&root.join("peers"), &folder.path().join("peers")).expect("copies");
+        fs::write(folder.path().join("bench.sh"), bench_script()).expect("writes");
+        // Without the permission, as a copy may be.
+        let program = format!("#!/bin/sh\nexit {NO_GPU}\n");
+        fs::write(folder.path().join("alloc-lab"), program).expect("writes");
+        let mut command = Command::new("bash");
+        let output = command.arg(folder.path().join("bench.sh")).current_dir(&folder).output();
+        let output = output.expect("bash");
+        let error = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(i32::from(NO_GPU)), "{error}");
     }
 
     /// Runs the script in a folder of pretended test programs, the scripts without a GPU, and

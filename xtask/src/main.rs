@@ -1,6 +1,7 @@
 //! Developer tasks, run as `cargo xtask <verb>`; one module per verb.
 #![forbid(unsafe_code)]
 
+mod bench;
 mod ci;
 mod clippy;
 mod docs;
@@ -45,6 +46,7 @@ enum Verb {
     /// linted, tested and run on them.
     Package,
     GpuTest(gpu_test::Args),
+    Bench(bench::Args),
 }
 
 fn main() -> ExitCode {
@@ -72,6 +74,7 @@ fn dispatch(verb: Verb) -> Result<()> {
         Verb::Docs(args) => docs::run(&workspace, &args),
         Verb::Package => package::run(&workspace),
         Verb::GpuTest(args) => gpu_test::run(&workspace, &args),
+        Verb::Bench(args) => bench::run(&workspace, &args),
     }
 }
 

@@ -10,6 +10,10 @@ pub const EXIT_DISAGREES: u8 = 1;
 /// Exit code for wrong usage and for input that is broken or cannot be read.
 pub const EXIT_BAD_INPUT: u8 = 2;
 
+/// Exit code where a GPU is needed and there is none: what test harnesses use for "skipped", and
+/// never that of a failure.
+pub const EXIT_NO_GPU: u8 = 77;
+
 /// Why a command stopped.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -37,6 +41,12 @@ pub enum Failure {
         /// What happened, with the allocator's report.
         what: String,
     },
+    /// The allocator or the driver failed, and no line of a file is to blame.
+    #[error("{0}")]
+    Refused(String),
+    /// There is no GPU here; the text is the driver's reason.
+    #[error("--backend cuda needs a GPU: {0}")]
+    NoGpu(String),
     /// Output could not be written.
     #[error("cannot write {what}: {error}")]
     Output {
@@ -72,7 +82,8 @@ impl Failure {
     /// The exit code of a process that stops for this reason.
     pub fn exit_code(&self) -> u8 {
         match self {
-            Failure::Stopped { .. } => EXIT_DISAGREES,
+            Failure::Stopped { .. } | Failure::Refused(_) => EXIT_DISAGREES,
+            Failure::NoGpu(_) => EXIT_NO_GPU,
             Failure::Usage(_) | Failure::Input { .. } | Failure::Output { .. } => EXIT_BAD_INPUT,
         }
     }

@@ -1,6 +1,7 @@
 #![doc = include_str!("../README.md")]
 #![forbid(unsafe_code)]
 
+pub mod bench;
 pub mod cli;
 pub mod configuration;
 pub mod draw;
@@ -8,6 +9,7 @@ pub mod engine;
 pub mod error;
 pub mod fit;
 pub mod format;
+pub mod machine;
 pub mod progress;
 pub mod replay;
 pub mod report;

@@ -48,14 +48,39 @@ pub struct Outcome {
     pub requested_peak: u64,
     /// Most bytes in blocks handed out at one time.
     pub allocated_peak: u64,
+    /// Most bytes taken from the driver at one time, by the allocator's statistics.
+    pub statistics_peak: u64,
     /// The driver's account; [`DriverFigures::reserved_peak`] is what the workload needs.
     pub driver: DriverFigures,
     /// Host time of allocator calls per operation, simulated driver calls included.
     pub ns_per_op: Option<f64>,
+    /// Segments obtained whole, in order.
+    pub taken: Vec<RecordedSegment>,
     /// What became of the recorded segments.
     pub feed: Feed,
+    /// What the simulator said about this replay, if it was on a real device and somebody asked.
+    pub prediction: Option<Prediction>,
     /// Why the replay ended early, if it did.
     pub stopped: Option<Stopped>,
+}
+
+/// What the simulator says about a replay on a real device.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Prediction {
+    /// Most physical bytes held, knowing nothing of the device but its size.
+    pub peak: u64,
+    /// The same replay with the addresses of segments that the device's driver chose, which decide
+    /// between free blocks of one size. `None` where segments are not obtained whole.
+    pub at_addresses: Option<Repeated>,
+}
+
+/// A replay at addresses taken from another.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Repeated {
+    /// Most physical bytes held.
+    pub peak: u64,
+    /// Whether the same segments were taken.
+    pub feed: Feed,
 }
 
 /// An operation that failed.
@@ -184,8 +209,9 @@ fn observe<E: Engine>(
         }
         peak = peak.max(live);
         done = i + 1;
+        let before = taken.len();
         engine.take_segments(&mut taken);
-        taken.drain(..).for_each(|segment| check.see(segment));
+        taken[before..].iter().for_each(|segment| check.see(*segment));
         let (requested, reserved) = (saturate(live), engine.reserved());
         watch(Moment { ops: done, time_us: op.time_us, requested, reserved });
     })
@@ -199,9 +225,12 @@ fn observe<E: Engine>(
         ops: done,
         requested_peak: saturate(peak),
         allocated_peak: stat(engine, "allocated_bytes.all.peak"),
+        statistics_peak: stat(engine, "reserved_bytes.all.peak"),
         driver: engine.driver(),
         ns_per_op: None,
+        taken,
         feed: if fed { check.finish(stopped.is_some()) } else { Feed::Unused },
+        prediction: None,
         stopped,
     }
 }

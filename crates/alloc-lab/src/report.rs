@@ -6,9 +6,11 @@ use alloc_core::Bytes;
 use comfy_table::{Cell, CellAlignment, Table};
 use serde::Serialize;
 
+use crate::bench::{BenchRow, Figures, Subject, ThreadFigures};
 use crate::configuration::Configuration;
 use crate::fit::Fit;
-use crate::replay::{Feed, Outcome};
+use crate::machine::BackendName;
+use crate::replay::{Feed, Outcome, Prediction, Repeated};
 use crate::units::Thousands;
 use crate::verify::{Mismatch, Verdict};
 use crate::workload::Workload;
@@ -26,7 +28,9 @@ pub struct ReplayRow {
     pub policy: &'static str,
     /// Settings string.
     pub conf: String,
-    /// Size of the simulated device.
+    /// What ran the driver calls: `mock` or `cuda`.
+    pub backend: &'static str,
+    /// Size of the device.
     pub capacity: u64,
     /// Operations that succeeded.
     pub ops: usize,
@@ -36,6 +40,14 @@ pub struct ReplayRow {
     pub allocated_peak: u64,
     /// Most bytes taken from the device at one time.
     pub reserved_peak: u64,
+    /// The same by the allocator's own statistics.
+    pub statistics_peak: u64,
+    /// On a real device: what the simulator takes in the same replay, with addresses
+    /// of its own.
+    pub predicted_peak: Option<u64>,
+    /// On a real device that chose the addresses of segments: what the simulator takes if it hands
+    /// out the same ones, in the same order.
+    pub predicted_at_addresses: Option<u64>,
     /// Reserved ÷ requested.
     pub reserved_ratio: Option<f64>,
     /// Segments and address ranges obtained over the run.
@@ -46,7 +58,7 @@ pub struct ReplayRow {
     pub handles_created: u64,
     /// Handles mapped again at another address.
     pub pages_remapped: u64,
-    /// Modelled time in driver calls.
+    /// Time in driver calls: modelled, or measured on a real device.
     pub stall_ms: f64,
     /// That time as a part of the recorded run, in percent; null if the file has no times.
     pub stall_percent: Option<f64>,
@@ -65,9 +77,12 @@ impl ReplayRow {
     pub fn new(
         workload: &Workload,
         configuration: &Configuration,
+        backend: BackendName,
         capacity: u64,
         outcome: &Outcome,
     ) -> Self {
+        let prediction = outcome.prediction.as_ref();
+        let repeated = prediction.and_then(|prediction| prediction.at_addresses.as_ref());
         let failure = |stopped: &crate::replay::Stopped| {
             stopped.failure(workload, &configuration.label(), capacity).to_string()
         };
@@ -75,11 +90,15 @@ impl ReplayRow {
             file: workload.file(),
             policy: configuration.policy.name(),
             conf: configuration.conf.clone(),
+            backend: backend.name(),
             capacity,
             ops: outcome.ops,
             requested_peak: outcome.requested_peak,
             allocated_peak: outcome.allocated_peak,
             reserved_peak: outcome.driver.reserved_peak,
+            statistics_peak: outcome.statistics_peak,
+            predicted_peak: prediction.map(|prediction| prediction.peak),
+            predicted_at_addresses: repeated.map(|repeated| repeated.peak),
             reserved_ratio: ratio(outcome.driver.reserved_peak, outcome.requested_peak),
             segments: outcome.driver.segments,
             driver_calls: outcome.driver.calls,
@@ -277,6 +296,50 @@ pub fn fit_table(rows: &[FitRow]) -> String {
     table.trim_fmt()
 }
 
+/// The table of benchmarks, each row the median of its rounds.
+pub fn bench_table(subject: &Subject, rows: &[BenchRow]) -> String {
+    let mut table = new_table(&["measured", "result", "p50 ns", "p99 ns", "max µs", "reserved"]);
+    for row in rows {
+        table.add_row(bench_cells(&row.figures));
+    }
+    let (label, api) = (subject.configuration.label(), subject.api.name());
+    format!("{label}, {api} interface, {} device\n{}", subject.backend.name(), table.trim_fmt())
+}
+
+fn bench_cells(figures: &Figures) -> Vec<Cell> {
+    let threads = |name: &str, figures: &ThreadFigures| {
+        let what = format!("{name}: {}", figures.threads);
+        (what, format!("{:.2} M steps/s", figures.mega_steps_per_s), Some(figures.reserved_peak))
+    };
+    let mut times = [const { String::new() }; 3];
+    let (what, result, reserved) = match figures {
+        Figures::Pingpong { bytes, ns_per_pair } => {
+            (format!("pingpong: {}", Bytes(*bytes)), format!("{ns_per_pair:.1} ns/pair"), None)
+        }
+        Figures::Churn { slots, maxlog, ns_per_step, reserved_peak } => {
+            let (slots, to) = (Thousands((*slots).into()), Bytes(1 << maxlog));
+            let what = format!("churn: {slots} slots to {to}");
+            (what, format!("{ns_per_step:.1} ns/step"), Some(*reserved_peak))
+        }
+        Figures::Threads(figures) => threads("threads", figures),
+        Figures::Shared(figures) => threads("shared", figures),
+        Figures::Live { blocks, ns_per_pair, ns_per_drawn_pair, reserved_peak } => {
+            let what = format!("live: {} others", Thousands((*blocks).into()));
+            let result = format!("{ns_per_pair:.1} ns/pair, drawn {ns_per_drawn_pair:.1}");
+            (what, result, Some(*reserved_peak))
+        }
+        Figures::Replay { file, total_ms, p50_ns, p99_ns, max_us, reserved_peak, .. } => {
+            times = [format!("{p50_ns:.0}"), format!("{p99_ns:.0}"), format!("{max_us:.1}")];
+            (format!("replay: {file}"), format!("{total_ms:.2} ms"), Some(*reserved_peak))
+        }
+    };
+    let reserved = reserved.and_then(|bytes| u64::try_from(bytes).ok());
+    let mut cells = vec![Cell::new(what), number(result)];
+    cells.extend(times.map(number));
+    cells.push(number(reserved.map(memory).unwrap_or_default()));
+    cells
+}
+
 fn heading(workload: &Workload) -> String {
     let (ops, peak) = (Thousands(workload.ops.len() as u64), workload.requested_peak);
     let mut text = format!("{}: {ops} operations", workload.file());
@@ -318,11 +381,30 @@ fn notes(label: &str, outcome: &Outcome, workload: &Workload) -> Vec<String> {
             notes.push(format!("{label}: differs from the recorded segments: {what}"));
         }
     }
+    if let Some(prediction) = &outcome.prediction {
+        notes.push(format!("{label}: {}", foresight(prediction, outcome.driver.reserved_peak)));
+    }
     if let Some(stopped) = &outcome.stopped {
         let (line, ops) = (stopped.line, Thousands(stopped.ops as u64));
         notes.push(format!("{label}: STOPPED at line {line}; figures are for {ops} operations"));
     }
     notes
+}
+
+/// What the simulator knew of a replay that reserved `peak` bytes on a real device.
+fn foresight(prediction: &Prediction, peak: u64) -> String {
+    let compare = |predicted: u64| match predicted == peak {
+        true => "predicts this peak to the byte".to_owned(),
+        false => format!("predicts {} bytes, not {}", Thousands(predicted), Thousands(peak)),
+    };
+    let mut text = format!("the simulator {}", compare(prediction.peak));
+    if let Some(Repeated { peak, feed }) = &prediction.at_addresses {
+        let _ = write!(text, "; at the driver's addresses it {}", compare(*peak));
+        if let Feed::Differs(what) = feed {
+            let _ = write!(text, ", but {what}");
+        }
+    }
+    text
 }
 
 fn stall_percent(outcome: &Outcome, workload: &Workload) -> Option<f64> {
@@ -379,6 +461,7 @@ mod tests {
             ops: 1234,
             requested_peak: 1 << 30,
             allocated_peak: 3 << 29,
+            statistics_peak: 2 << 30,
             driver: DriverFigures {
                 calls: 99,
                 stall_ns: 20_000_000,
@@ -388,7 +471,9 @@ mod tests {
                 reserved_peak: 2 << 30,
             },
             ns_per_op: Some(81.25),
+            taken: Vec::new(),
             feed: Feed::Exact,
+            prediction: None,
             stopped: None,
         }
     }
@@ -396,12 +481,13 @@ mod tests {
     #[test]
     fn a_replay_is_one_line_of_json() {
         let who = Configuration::new(PolicyName::Pytorch, "a:1");
-        let line = json(&ReplayRow::new(&workload(), &who, 8 << 30, &outcome()));
+        let line = json(&ReplayRow::new(&workload(), &who, BackendName::Mock, 8 << 30, &outcome()));
         assert_eq!(
             line,
-            "{\"file\":\"a.csv\",\"policy\":\"pytorch\",\"conf\":\"a:1\",\"capacity\":8589934592,\
-             \"ops\":1234,\"requested_peak\":1073741824,\"allocated_peak\":1610612736,\
-             \"reserved_peak\":2147483648,\"reserved_ratio\":2.0,\"segments\":7,\
+            "{\"file\":\"a.csv\",\"policy\":\"pytorch\",\"conf\":\"a:1\",\"backend\":\"mock\",\
+             \"capacity\":8589934592,\"ops\":1234,\"requested_peak\":1073741824,\"allocated_peak\":1610612736,\
+             \"reserved_peak\":2147483648,\"statistics_peak\":2147483648,\"predicted_peak\":null,\
+             \"predicted_at_addresses\":null,\"reserved_ratio\":2.0,\"segments\":7,\
              \"driver_calls\":99,\"handles_created\":5,\"pages_remapped\":2,\"stall_ms\":20.0,\
              \"stall_percent\":1.0,\"wall_ms\":2000.0,\"ns_per_op\":81.25,\"feed\":\"exact\",\
              \"error\":null}"
@@ -434,6 +520,22 @@ mod tests {
         ] {
             assert!(text.contains(part), "{part} in\n{text}");
         }
+    }
+
+    #[test]
+    fn predictions_are_compared_to_the_byte() {
+        let (peak, feed) = (2000, Feed::Exact);
+        let mut prediction = Prediction { peak, at_addresses: None };
+        assert_eq!(foresight(&prediction, 2000), "the simulator predicts this peak to the byte");
+        prediction.at_addresses = Some(Repeated { peak: 2001, feed });
+        assert_eq!(
+            foresight(&prediction, 2001),
+            "the simulator predicts 2,000 bytes, not 2,001; at the driver's addresses it predicts \
+             this peak to the byte"
+        );
+        let feed = Feed::Differs("segment 3".to_owned());
+        prediction.at_addresses = Some(Repeated { peak: 2001, feed });
+        assert!(foresight(&prediction, 2001).ends_with("to the byte, but segment 3"));
     }
 
     #[test]

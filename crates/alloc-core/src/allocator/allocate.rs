@@ -103,7 +103,7 @@ impl<B: Backend> HeapBody<B> {
         ledger: &mut Ledger<'_>,
     ) -> Result<HandedOut, Request> {
         let rounded = self.heap.rules.round(requested);
-        let class = SizeClass::of(rounded);
+        let class = SizeClass::of(rounded, self.heap.rules.small_bytes_max);
         let expandable = self.heap.rules.expandable;
         let request = Request { requested, rounded, class, expandable };
         self.serve(&request, ledger).ok_or(request)

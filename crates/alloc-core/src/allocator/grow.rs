@@ -45,13 +45,13 @@ impl<B: Backend> Shared<B> {
         waiting: bool,
         trace: &mut TraceBuffer,
     ) -> AllocResult<Grown<HandedOut>, B> {
-        let device = &self.devices[cell.device.index()];
         if let Some(Paging::Handles(store)) = &self.paging
             && request.expandable
-            && let Some(_paging) = device.begin_paging()
+            && let Some(_paging) = self.devices[cell.device.index()].begin_paging()
         {
             return self.grow_by_handles(&**store, cell, request, waiting, trace);
         }
+        let device = &self.devices[cell.device.index()];
         let bytes = self.segment_bytes(cell, request);
         let within = |limit| device.reserved().checked_add(bytes).is_some_and(|sum| sum <= limit);
         if !device.limit().is_none_or(within) {

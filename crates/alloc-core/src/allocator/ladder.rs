@@ -94,6 +94,7 @@ impl<B: Backend> Shared<B> {
         self.grow(cell, request, true, trace)
     }
 
+    /// Serves the request from the heap's free blocks, if one fits.
     pub(super) fn search(
         &self,
         cell: &HeapCell<B>,

@@ -1,6 +1,6 @@
 //! Giving cached memory back to the backend. Runs under the growth lock of the device.
 
-use super::{AllocResult, HeapCell, Shared};
+use super::{AllocResult, HeapCell, Paging, Shared};
 use crate::backend::{Backend, Refused, Segment, Stream};
 use crate::block::{Block, BlockId, BlockIdx, BlockState};
 use crate::config::Policy;
@@ -70,6 +70,9 @@ impl<B: Backend> Shared<B> {
             && let Some(_paging) = self.devices[device.index()].begin_paging()
         {
             paging.pager().tidy(device);
+            if let Paging::Handles(store) = paging {
+                self.reunite_all(&**store, device, trace);
+            }
         }
         for class in [SizeClass::Large, SizeClass::Small] {
             self.release_class(device, PoolId::DEFAULT, class, trace)?;
@@ -230,7 +233,7 @@ impl<B: Backend> Shared<B> {
             let hole = body.heap.commit_unmap(block.index, &run, ledger);
             (hole, !body.heap.blocks[hole].is_split())
         });
-        if !empty {
+        if !empty || self.is_pinned() {
             return Ok(());
         }
         // Nothing is left of the segment but address space. Holes change under the growth lock only,
@@ -241,6 +244,14 @@ impl<B: Backend> Shared<B> {
             .map_err(|error| AllocError::Backend { op: error.op, source: error.source })?;
         cell.state.lock().body.heap.forget_reservation(hole);
         Ok(())
+    }
+
+    /// Whether a range is being made in some reservation.
+    fn is_pinned(&self) -> bool {
+        match &self.paging {
+            Some(Paging::Handles(store)) => store.layout().is_pinned(),
+            _ => false,
+        }
     }
 
     /// Waits for everything queued on a stream so far.

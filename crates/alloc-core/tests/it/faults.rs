@@ -200,7 +200,7 @@ const SCENARIOS: [(&str, Scenario, u64, &str); 4] = [
         moving,
         GIB,
         "expandable_segments:True,ours_margin:0,ours_margin_min_mb:0,ours_handle_max_mb:6,\
-         ours_views_max:1",
+         ours_handle_calm_mb:6,ours_ahead:1,ours_views_max:1",
     ),
     (
         "tight",

@@ -244,7 +244,7 @@ fn expandable_segments_at_every_call() {
 
 /// Options under which memory moves from the first miss on.
 const MOVING: &str = "expandable_segments:True,ours_margin:0,ours_margin_min_mb:0,\
-                      ours_handle_max_mb:6,ours_views_max:1";
+                      ours_handle_max_mb:6,ours_handle_calm_mb:6,ours_ahead:1,ours_views_max:1";
 
 #[test]
 fn moving_memory_at_every_call() {

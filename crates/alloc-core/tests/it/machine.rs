@@ -42,10 +42,13 @@ const OPTIONS: [&[&str]; 6] = [
 
 /// Options of policy ours alone, under which memory moves early, in small handles, and few views of it
 /// are kept.
-const OURS: [&[&str]; 4] = [
+const OURS: [&[&str]; 7] = [
     &["ours_margin:0", "ours_margin:0.05"],
     &["ours_margin_min_mb:0", "ours_margin_min_mb:8"],
     &["ours_handle_max_mb:2", "ours_handle_max_mb:6", "ours_handle_max_mb:32"],
+    &["ours_handle_calm_mb:2", "ours_handle_calm_mb:16", "ours_handle_share:4"],
+    &["ours_part_min_kb:0", "ours_part_min_kb:4096"],
+    &["ours_ahead:1", "ours_ahead:2"],
     &["ours_views_max:1", "ours_views_max:2"],
 ];
 
@@ -189,6 +192,7 @@ fn expandable_segments_agree_with_the_model() {
     });
 }
 
+/// The judge and the checker, that of views included (E4).
 #[test]
 fn policy_ours_passes_the_judge() {
     run(Against::Judge, ours);

@@ -17,7 +17,7 @@ const KINDS: [&str; 2] = ["", "expandable_segments:True"];
 
 /// Options under which memory of policy ours moves from the first miss on.
 const MOVING: &str = "expandable_segments:True,ours_margin:0,ours_margin_min_mb:0,\
-                      ours_handle_max_mb:6,ours_views_max:1";
+                      ours_handle_max_mb:6,ours_handle_calm_mb:6,ours_ahead:1,ours_views_max:1";
 
 /// Every mixture of policy, kind of segment and way to keep peaks.
 fn mixtures() -> Vec<Config> {

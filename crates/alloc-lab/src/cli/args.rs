@@ -4,14 +4,17 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand};
 
+use crate::bench::Api;
 use crate::configuration::{Configuration, DEFAULT_CAPACITY, PolicyName};
+use crate::machine::BackendName;
 use crate::units::parse_size;
 
 const EXIT_CODES: &str = "\
 Exit codes:
   0  everything agreed, everything fitted
   1  a recording differs or needs what the allocator lacks; a workload does not fit
-  2  wrong usage, or a file that is broken or cannot be read";
+  2  wrong usage, or a file that is broken or cannot be read
+  77 `--backend cuda` on a machine without a GPU";
 
 /// Laboratory for caching GPU memory allocators, on a machine without a GPU.
 ///
@@ -35,11 +38,14 @@ Examples:
       alloc-lab fit traces/resnet.csv.gz --policy ours
   What is where when most memory is in use?
       alloc-lab segments traces/moe.csv.gz --at peak --svg map.svg
+  How long does an allocation take?
+      alloc-lab bench all
 
 Exit codes:
   0  everything agreed, everything fitted
   1  a recording differs or needs what the allocator lacks; a workload does not fit
-  2  wrong usage, or a file that is broken or cannot be read";
+  2  wrong usage, or a file that is broken or cannot be read
+  77 `--backend cuda` on a machine without a GPU";
 
 #[derive(Debug, Subcommand)]
 pub(super) enum Command {
@@ -47,6 +53,7 @@ pub(super) enum Command {
     Verify(VerifyArgs),
     Fit(FitArgs),
     Segments(SegmentsArgs),
+    Bench(BenchArgs),
 }
 
 /// Which allocator, on which device.
@@ -79,13 +86,25 @@ impl Setting {
 pub(super) struct Device {
     /// Memory of the simulated device: bytes, or a number with K, M, G, T (or KiB, MiB, GiB, TiB)
     /// for powers of 1024, with KB, MB, GB, TB for powers of 1000. The default is that of an NVIDIA
-    /// H200
-    #[arg(long, value_name = "SIZE", value_parser = parse_capacity, default_value_t = DEFAULT_CAPACITY)]
-    pub(super) capacity: u64,
+    /// H200, 150109880320
+    #[arg(long, value_name = "SIZE", value_parser = parse_capacity)]
+    capacity: Option<u64>,
 
     /// Let the simulated driver choose addresses even if the trace has recorded ones
     #[arg(long)]
     pub(super) no_feed: bool,
+}
+
+impl Device {
+    /// Its memory in bytes.
+    pub(super) fn capacity(&self) -> u64 {
+        self.capacity.unwrap_or(DEFAULT_CAPACITY)
+    }
+
+    /// Whether options were given that only a simulated device has.
+    pub(super) fn is_described(&self) -> bool {
+        self.capacity.is_some() || self.no_feed
+    }
 }
 
 /// Replay workloads and show what allocators make of them
@@ -104,6 +123,11 @@ pub(super) struct Device {
 /// `stall` is the time that the program would wait in driver calls, by the costs measured on an
 /// NVIDIA H200. `ns/op` is the host time of an allocator call on this machine, simulated driver
 /// included, measured in passes of their own.
+///
+/// With `--backend cuda` the first GPU does the work: nobody judges, `stall` is measured, and what
+/// the simulator would have said about the reserved peak stands beside what it was. Segments lie
+/// where the driver puts them, which decides between free blocks of one size; so the simulator is
+/// also asked with those addresses.
 #[derive(Debug, Args)]
 #[command(after_long_help = "\
 Examples:
@@ -124,6 +148,10 @@ pub(super) struct ReplayArgs {
 
     #[command(flatten)]
     pub(super) device: Device,
+
+    /// What runs the driver calls
+    #[arg(long, value_enum, default_value_t = BackendName::Mock)]
+    pub(super) backend: BackendName,
 
     /// Draw requested and reserved memory over the run, one panel for each FILE
     #[arg(long, value_name = "FILE.svg")]
@@ -220,6 +248,136 @@ pub(super) struct SegmentsArgs {
 
     #[command(flatten)]
     pub(super) device: Device,
+}
+
+/// Measure the host time of the allocator
+///
+/// The modes, their arguments, the random numbers and what is done between two readings of the clock
+/// are those of `peers/peer.cpp`, which measures other allocators on a GPU. Every measurement has a
+/// fresh allocator.
+///
+/// On the simulated device, driver calls take as long as simulating them takes; what is measured is
+/// the allocator on requests that it serves from its cache.
+#[derive(Debug, Args)]
+#[command(after_long_help = "\
+Examples:
+  Everything at a glance, the median of three measurements each:
+      alloc-lab bench all traces/*.csv.gz --rounds 3
+  One measurement, as the peers' driver prints it:
+      alloc-lab bench churn 1024 1000000 22 7 --json
+  A recorded program on a real GPU:
+      alloc-lab bench replay traces/resnet.csv.gz --backend cuda")]
+pub(super) struct BenchArgs {
+    #[command(subcommand)]
+    pub(super) mode: BenchMode,
+
+    /// How the allocator decides
+    #[arg(long, value_enum, default_value_t = PolicyName::Ours, global = true)]
+    pub(super) policy: PolicyName,
+
+    /// Settings as in PYTORCH_ALLOC_CONF, such as `max_split_size_mb:64`
+    #[arg(long, value_name = "STR", default_value = "", hide_default_value = true, global = true)]
+    pub(super) conf: String,
+
+    /// The interface that is used
+    #[arg(long, value_enum, default_value_t = Api::Handle, global = true)]
+    pub(super) api: Api,
+
+    /// The device
+    #[arg(long, value_enum, default_value_t = BackendName::Mock, global = true)]
+    pub(super) backend: BackendName,
+
+    /// How often to measure; the table shows the medians
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = counts(), global = true)]
+    pub(super) rounds: u32,
+
+    /// Print one JSON object a line, for each measurement, instead of a table
+    #[arg(long, global = true)]
+    pub(super) json: bool,
+}
+
+/// What to measure, as in `peers/peer.cpp`.
+#[derive(Debug, Subcommand)]
+pub(super) enum BenchMode {
+    /// Allocate and free one size, N times: ns per pair
+    Pingpong {
+        /// Size: bytes, or a number with KiB, MiB, …
+        #[arg(value_name = "BYTES", value_parser = parse_size)]
+        bytes: u64,
+        /// How often
+        #[arg(value_name = "N", value_parser = counts())]
+        pairs: u32,
+    },
+    /// Free and fill random slots, with sizes from 2^9 to 2^MAXLOG: ns per step
+    Churn {
+        #[command(flatten)]
+        churn: ChurnArgs,
+        /// Seed of the random numbers
+        #[arg(value_name = "SEED")]
+        seed: u64,
+    },
+    /// Churn on T threads, each on a stream of its own: million steps a second in all
+    Threads {
+        /// Threads
+        #[arg(value_name = "T", value_parser = threads())]
+        threads: u32,
+        #[command(flatten)]
+        churn: ChurnArgs,
+    },
+    /// Churn on T threads, all on one stream: million steps a second in all
+    Shared {
+        /// Threads
+        #[arg(value_name = "T", value_parser = threads())]
+        threads: u32,
+        #[command(flatten)]
+        churn: ChurnArgs,
+    },
+    /// Run a recorded program: total, median, p99 and longest time
+    Replay {
+        /// Trace, as for `alloc-lab replay`
+        #[arg(value_name = "FILE")]
+        file: PathBuf,
+    },
+    /// Allocate and free STEPS times while BLOCKS others are live, and as many are cached between
+    /// them: ns per pair
+    Live {
+        /// Others
+        #[arg(value_name = "BLOCKS", value_parser = counts())]
+        blocks: u32,
+        /// How often, with one size and again with random ones
+        #[arg(value_name = "STEPS", value_parser = counts())]
+        steps: u32,
+    },
+    /// All of these with usual arguments
+    All {
+        /// Traces to run
+        #[arg(value_name = "FILE")]
+        files: Vec<PathBuf>,
+    },
+}
+
+/// What all kinds of churn take.
+#[derive(Clone, Copy, Debug, Args)]
+pub(super) struct ChurnArgs {
+    /// Slots, each of which holds one block
+    #[arg(value_name = "SLOTS", value_parser = counts())]
+    pub(super) slots: u32,
+    /// Steps that are measured, on each thread; half as many more come before
+    #[arg(value_name = "STEPS", value_parser = counts())]
+    pub(super) steps: u32,
+    /// Logarithm of the largest size
+    #[arg(value_name = "MAXLOG", value_parser = clap::value_parser!(u32).range(10..=32))]
+    pub(super) max_log: u32,
+}
+
+/// Numbers from 1 on.
+fn counts() -> clap::builder::RangedI64ValueParser<u32> {
+    clap::value_parser!(u32).range(1..)
+}
+
+/// Numbers of threads that one process may start.
+fn threads() -> clap::builder::RangedI64ValueParser<u32> {
+    clap::value_parser!(u32).range(1..=1024)
 }
 
 /// Simulated devices are at most this large, so that expandable segments find address space.

@@ -1,6 +1,7 @@
 //! The command line.
 
 mod args;
+mod bench;
 mod fit;
 mod replay;
 mod segments;
@@ -33,6 +34,7 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
         Command::Verify(args) => verify::run(&args, &mut out),
         Command::Fit(args) => fit::run(&args, &mut out),
         Command::Segments(args) => segments::run(&args, &mut out),
+        Command::Bench(args) => bench::run(&args, &mut out),
     };
     match good {
         Ok(true) => ExitCode::from(EXIT_OK),

@@ -16,7 +16,7 @@ pub(super) fn run(args: &SegmentsArgs, out: &mut dyn Write) -> Result<bool, Fail
     let workload = read_workload(&args.file)?;
     let ops = operations(args.at, &workload)?;
     let configuration = args.setting.one();
-    let (label, capacity) = (configuration.label(), args.device.capacity);
+    let (label, capacity) = (configuration.label(), args.device.capacity());
     let feed = !args.device.no_feed && configuration.takes_recorded_segments()?;
     let feed = if feed { workload.segments.clone() } else { Vec::new() };
     let plan = Plan { capacity, streams: workload.streams.len(), feed, watch: false };

@@ -5,15 +5,15 @@ use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use alloc_core::{
-    Addr, AllocError, Allocation, BlockStatus, CachingAllocator, Config, DeviceId, SegmentSnapshot,
-    SizeClass, StreamHandle, TraceEntry, TraceSink,
+    Addr, Allocation, CachingAllocator, Config, DeviceId, StreamHandle, TraceEntry, TraceSink,
 };
-use mock_backend::{Call, Costs, Fed, MockBackend, MockError, MockStream, SpanKind};
+use mock_backend::{Call, Costs, Fed, MockBackend, MockStream, SpanKind};
 
-use super::{DriverFigures, Engine, EngineError, Recorded, SegmentView};
+use super::view::view;
+use super::{DriverFigures, Engine, EngineError, Recorded, SegmentView, empty, refusal};
 use crate::configuration::Configuration;
 use crate::error::Failure;
-use crate::format::golden::{Block, BlockState, Class, Recording, TraceRow};
+use crate::format::golden::{Recording, TraceRow};
 use crate::replay::Plan;
 use crate::workload::RecordedSegment;
 
@@ -369,52 +369,4 @@ impl AddressFeed {
 /// A panic while the lock is held leaves nothing half done here.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-fn empty(slot: usize) -> EngineError {
-    EngineError::Refused(format!("nothing is live in slot {slot}"))
-}
-
-fn refusal(error: AllocError<MockError>) -> EngineError {
-    let text = error.to_string();
-    if error.is_out_of_memory() {
-        EngineError::OutOfMemory(text)
-    } else {
-        EngineError::Refused(text)
-    }
-}
-
-fn view(segment: &SegmentSnapshot, mappings: &[(u64, u64)]) -> SegmentView {
-    let (addr, bytes) = (segment.addr.get(), segment.bytes);
-    let from = mappings.partition_point(|&(at, _)| at < addr);
-    let to = mappings.partition_point(|&(at, _)| at < addr + bytes);
-    let pages = if segment.expandable {
-        mappings[from..to].iter().map(|&(_, bytes)| bytes).collect()
-    } else {
-        vec![bytes]
-    };
-    let class = match segment.class {
-        SizeClass::Small => Class::Small,
-        SizeClass::Large => Class::Large,
-    };
-    let blocks = segment.blocks.iter().map(|block| Block {
-        addr: block.addr.get(),
-        bytes: block.bytes,
-        requested: block.requested,
-        state: match block.status {
-            BlockStatus::Allocated => BlockState::ActiveAllocated,
-            BlockStatus::PendingFree => BlockState::ActivePendingFree,
-            BlockStatus::Inactive => BlockState::Inactive,
-        },
-    });
-    SegmentView {
-        pool: (segment.pool.0, segment.pool.1),
-        addr,
-        bytes,
-        stream: segment.stream.get() as u32,
-        class,
-        expandable: segment.expandable,
-        blocks: blocks.collect(),
-        pages,
-    }
 }

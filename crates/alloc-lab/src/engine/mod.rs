@@ -2,12 +2,20 @@
 //! written once and tested without either.
 
 mod core;
+mod device;
 #[cfg(test)]
 pub(crate) mod fake;
+mod meter;
+mod view;
+
+use alloc_core::AllocError;
+use alloc_core::backend::BackendError;
 
 use crate::format::golden::{Block, Class, TraceRow};
 use crate::workload::RecordedSegment;
 pub use core::CoreEngine;
+pub use device::DeviceEngine;
+pub use meter::Metered;
 
 /// Why an operation failed.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -18,14 +26,30 @@ pub enum EngineError {
     Refused(String),
 }
 
-/// What the simulated driver was made to do over a run.
+/// What the allocator's error means to an engine.
+#[cold]
+pub(crate) fn refusal<E: BackendError>(error: AllocError<E>) -> EngineError {
+    let text = error.to_string();
+    if error.is_out_of_memory() {
+        EngineError::OutOfMemory(text)
+    } else {
+        EngineError::Refused(text)
+    }
+}
+
+fn empty(slot: usize) -> EngineError {
+    EngineError::Refused(format!("nothing is live in slot {slot}"))
+}
+
+/// What the driver was made to do over a run.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub struct DriverFigures {
     /// Calls of any kind.
     pub calls: u64,
-    /// Time that the host spent in them, by the cost model, in nanoseconds.
+    /// Time that the host spent in them, in nanoseconds: measured on a real device, by the cost
+    /// model on a simulated one.
     pub stall_ns: u64,
-    /// Segments and address ranges obtained. This and the following need a
+    /// Segments and address ranges obtained. With [`CoreEngine`], this and the following need a
     /// [watched](crate::replay::Plan::watch) engine.
     pub segments: u64,
     /// Physical handles created.

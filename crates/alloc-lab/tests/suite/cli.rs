@@ -331,6 +331,7 @@ fn help_teaches() {
         (&["verify", "--help"], "Nothing is skipped"),
         (&["fit", "--help"], "one that is 2 MiB smaller"),
         (&["segments", "--help"], "--at 40000"),
+        (&["bench", "--help"], "bench churn 1024 1000000 22 7 --json"),
     ] {
         let output = lab(&directory, args);
         assert!(text(&output.stdout).contains(part), "{args:?}");

@@ -1,7 +1,9 @@
 //! Tests of the laboratory as a whole: on recordings of real PyTorch, on traces of real programs,
 //! and through its command line.
 
+mod bench;
 mod cli;
+mod engines;
 mod golden;
 mod traces;
 

@@ -15,6 +15,7 @@ fn run(name: &str, policy: PolicyName, conf: &str) -> Outcome {
     let options = Options { capacity: DEFAULT_CAPACITY, feed, timing: false };
     let make = |plan: &_| CoreEngine::new(&configuration, plan);
     let outcome = replay(make, &workload, options, |_| {}).expect("an engine");
+    assert_eq!(outcome.statistics_peak, outcome.driver.reserved_peak, "{name}");
     assert_eq!((outcome.stopped.as_ref(), outcome.ops), (None, workload.ops.len()), "{name}");
     outcome
 }

@@ -1,0 +1,286 @@
+//! The loops that are measured. Between two readings of the clock nothing is done but what
+//! `peers/peer.cpp` does there.
+
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use alloc_core::backend::{MemoryInfo, VirtualMemory};
+
+use super::client::Client;
+use super::generator::Lcg;
+use super::row::digits;
+use super::{Churn, Figures, Measurement, Rig, ThreadFigures};
+use crate::engine::EngineError;
+use crate::workload::{Action, Workload};
+
+/// Sizes of the blocks that are live in [`Measurement::Live`] end at 2^14.
+const LIVE_MAX_LOG: u32 = 14;
+
+/// The size of its pairs of one size.
+const LIVE_PAIR_BYTES: u64 = 1 << 10;
+
+/// Seed of the first of several threads.
+const FIRST_SEED: u64 = 7;
+
+/// A recorded program, ready to run: nothing is looked up by name.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Program {
+    /// Name of the trace, without its folders.
+    file: String,
+    steps: Vec<Step>,
+    allocations: usize,
+    streams: usize,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+struct Step {
+    is_alloc: bool,
+    /// Which allocation, in order of their beginning.
+    id: u32,
+    bytes: u64,
+    /// The stream of the allocation, for its free too.
+    stream: u32,
+}
+
+impl Program {
+    /// The operations of `workload`.
+    pub fn new(workload: &Workload) -> Self {
+        let mut steps = Vec::with_capacity(workload.ops.len());
+        let mut in_slot = vec![(0, 0); workload.slots];
+        let mut allocations = 0;
+        for op in &workload.ops {
+            let last = &mut in_slot[op.slot as usize];
+            let (is_alloc, bytes) = match op.action {
+                Action::Alloc { bytes, stream } => {
+                    *last = (allocations, stream);
+                    allocations += 1;
+                    (true, bytes)
+                }
+                Action::Free { bytes } => (false, bytes),
+            };
+            let (id, stream) = *last;
+            steps.push(Step { is_alloc, id, bytes, stream });
+        }
+        let file = workload.path.file_name();
+        Program {
+            file: file.map_or_else(String::new, |name| name.to_string_lossy().into()),
+            steps,
+            allocations: allocations as usize,
+            streams: workload.streams.len(),
+        }
+    }
+
+    /// Whether there is nothing to run.
+    pub fn is_empty(&self) -> bool {
+        self.steps.is_empty()
+    }
+}
+
+/// Measures through clients of type `C`.
+pub(super) fn measure<B: VirtualMemory + MemoryInfo, C: Client<B>>(
+    rig: &Rig<B>,
+    measurement: &Measurement,
+) -> Result<Figures, EngineError> {
+    match *measurement {
+        Measurement::Pingpong { bytes, pairs } => {
+            let client: C = rig.client()?;
+            pairs_of(&client, pairs / 10 + 1, || bytes)?;
+            let time = pairs_of(&client, pairs, || bytes)?;
+            Ok(Figures::Pingpong { bytes, ns_per_pair: digits(ns_each(time, pairs), 1) })
+        }
+        Measurement::Churn(args) => {
+            let client: C = rig.client()?;
+            let ns_per_step = digits(churn(&client, args)?, 1);
+            let Churn { slots, max_log: maxlog, .. } = args;
+            Ok(Figures::Churn { slots, maxlog, ns_per_step, reserved_peak: rig.reserved_peak()? })
+        }
+        Measurement::Threads(threads, args) => {
+            let rate = on_threads(threads, args, || rig.client::<C>())?;
+            Ok(Figures::Threads(thread_figures(rig, threads, rate)?))
+        }
+        Measurement::Shared(threads, args) => {
+            let client: C = rig.client()?;
+            let rate = on_threads(threads, args, || Ok(client.clone()))?;
+            Ok(Figures::Shared(thread_figures(rig, threads, rate)?))
+        }
+        Measurement::Live { blocks, steps } => live::<B, C>(rig, blocks, steps),
+        Measurement::Replay(ref program) => replay::<B, C>(rig, program),
+    }
+}
+
+/// Allocates and frees `count` times, of the size that `bytes` says, and returns the time.
+#[inline]
+fn pairs_of<B: VirtualMemory, C: Client<B>>(
+    client: &C,
+    count: u32,
+    mut bytes: impl FnMut() -> u64,
+) -> Result<Duration, EngineError> {
+    let begin = Instant::now();
+    for _ in 0..count {
+        client.free(client.allocate(bytes())?)?;
+    }
+    Ok(begin.elapsed())
+}
+
+/// Nanoseconds of a step.
+fn churn<B: VirtualMemory, C: Client<B>>(client: &C, args: Churn) -> Result<f64, EngineError> {
+    let mut slots: Vec<Option<C::Block>> = Vec::new();
+    slots.resize_with(args.slots as usize, || None);
+    let mut lcg = Lcg(args.seed);
+    let mut run = |steps: u32| -> Result<(), EngineError> {
+        for _ in 0..steps {
+            let slot = &mut slots[lcg.below(args.slots) as usize];
+            if let Some(block) = slot.take() {
+                client.free(block)?;
+            }
+            *slot = Some(client.allocate(lcg.size(args.max_log))?);
+        }
+        Ok(())
+    };
+    run(args.steps / 2)?;
+    let begin = Instant::now();
+    run(args.steps)?;
+    let time = begin.elapsed();
+    for block in slots.into_iter().flatten() {
+        client.free(block)?;
+    }
+    Ok(ns_each(time, args.steps))
+}
+
+/// Churns on `threads` threads at once, with clients that each of them makes; million steps a second
+/// in all.
+fn on_threads<B: VirtualMemory, C: Client<B>>(
+    threads: u32,
+    args: Churn,
+    client: impl Fn() -> Result<C, EngineError> + Sync,
+) -> Result<f64, EngineError> {
+    let ready = AtomicU32::new(0);
+    let one = |seed| {
+        let client = client();
+        ready.fetch_add(1, Ordering::AcqRel);
+        while ready.load(Ordering::Acquire) < threads {
+            thread::yield_now();
+        }
+        churn(&client?, Churn { seed, ..args })
+    };
+    thread::scope(|scope| {
+        let start = |i| scope.spawn(move || one(FIRST_SEED + u64::from(i)));
+        let running: Vec<_> = (0..threads).map(start).collect();
+        let rates = running.into_iter().map(|thread| {
+            let ns = thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+            Ok(1e3 / ns)
+        });
+        rates.sum()
+    })
+}
+
+fn thread_figures<B: VirtualMemory + MemoryInfo>(
+    rig: &Rig<B>,
+    threads: u32,
+    rate: f64,
+) -> Result<ThreadFigures, EngineError> {
+    let mega_steps_per_s = digits(rate, 3);
+    Ok(ThreadFigures { threads, mega_steps_per_s, reserved_peak: rig.reserved_peak()? })
+}
+
+fn live<B: VirtualMemory + MemoryInfo, C: Client<B>>(
+    rig: &Rig<B>,
+    blocks: u32,
+    steps: u32,
+) -> Result<Figures, EngineError> {
+    let client: C = rig.client()?;
+    let mut lcg = Lcg(FIRST_SEED);
+    let (mut live, mut between) = (Vec::new(), Vec::new());
+    for _ in 0..blocks {
+        live.push(client.allocate(lcg.size(LIVE_MAX_LOG))?);
+        between.push(client.allocate(lcg.size(LIVE_MAX_LOG))?);
+    }
+    for block in between {
+        client.free(block)?;
+    }
+    pairs_of(&client, steps / 10 + 1, || LIVE_PAIR_BYTES)?;
+    let same = pairs_of(&client, steps, || LIVE_PAIR_BYTES)?;
+    pairs_of(&client, steps / 10 + 1, || lcg.size(LIVE_MAX_LOG))?;
+    let drawn = pairs_of(&client, steps, || lcg.size(LIVE_MAX_LOG))?;
+    let reserved_peak = rig.reserved_peak()?;
+    for block in live {
+        client.free(block)?;
+    }
+    Ok(Figures::Live {
+        blocks,
+        ns_per_pair: digits(ns_each(same, steps), 1),
+        ns_per_drawn_pair: digits(ns_each(drawn, steps), 1),
+        reserved_peak,
+    })
+}
+
+fn replay<B: VirtualMemory + MemoryInfo, C: Client<B>>(
+    rig: &Rig<B>,
+    program: &Program,
+) -> Result<Figures, EngineError> {
+    let clients = (0..program.streams).map(|_| rig.client::<C>());
+    let clients = clients.collect::<Result<Vec<_>, _>>()?;
+    let mut blocks: Vec<Option<C::Block>> = Vec::new();
+    blocks.resize_with(program.allocations, || None);
+    let mut sizes = vec![0; program.allocations];
+    let mut times: Vec<f32> = Vec::with_capacity(program.steps.len());
+    let (mut live, mut requested_peak) = (0u64, 0u64);
+    for step in &program.steps {
+        let begin = Instant::now();
+        let id = step.id as usize;
+        if step.is_alloc {
+            blocks[id] = Some(clients[step.stream as usize].allocate(step.bytes)?);
+            sizes[id] = step.bytes;
+            live += step.bytes;
+            requested_peak = requested_peak.max(live);
+        } else if let Some(block) = blocks[id].take() {
+            clients[step.stream as usize].free(block)?;
+            live -= sizes[id];
+        }
+        times.push(begin.elapsed().as_nanos() as f32);
+    }
+    let total: f64 = times.iter().copied().map(f64::from).sum();
+    times.sort_unstable_by(f32::total_cmp);
+    let at = |part: f64| f64::from(times[(times.len() as f64 * part) as usize]);
+    let longest = times.last().copied().map_or(0.0, f64::from);
+    let figures = Figures::Replay {
+        file: program.file.clone(),
+        ops: program.steps.len(),
+        total_ms: digits(total / 1e6, 2),
+        p50_ns: digits(at(0.5), 0),
+        p99_ns: digits(at(0.99), 0),
+        max_us: digits(longest / 1e3, 1),
+        requested_peak,
+        reserved_peak: rig.reserved_peak()?,
+    };
+    for block in blocks.into_iter().flatten() {
+        clients[0].free(block)?;
+    }
+    Ok(figures)
+}
+
+fn ns_each(time: Duration, count: u32) -> f64 {
+    time.as_nanos() as f64 / f64::from(count)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::format::trace_csv;
+    use std::path::Path;
+
+    #[test]
+    fn a_program_numbers_allocations_in_their_order() {
+        let text = "time_us,op,id,bytes,stream\n0,alloc,90,1,0\n0,free,90,,\n0,alloc,80,2,3\n\
+            0,alloc,70,3,0\n0,free,80,,\n";
+        let workload = trace_csv::read(Path::new("a/t.csv"), text.as_bytes()).unwrap();
+        let program = Program::new(&workload);
+        let steps: Vec<_> = program.steps.iter().map(|s| (s.is_alloc, s.id, s.bytes)).collect();
+        let expected = [(true, 0, 1), (false, 0, 1), (true, 1, 2), (true, 2, 3), (false, 1, 2)];
+        assert_eq!(steps, expected);
+        assert_eq!((program.file.as_str(), program.allocations, program.streams), ("t.csv", 3, 2));
+        let streams: Vec<_> = program.steps.iter().map(|step| step.stream).collect();
+        assert_eq!(streams, [0, 0, 1, 0, 1]);
+    }
+}

@@ -1,0 +1,42 @@
+//! Segments as drawings and comparisons see them.
+
+use alloc_core::{BlockStatus, SegmentSnapshot, SizeClass};
+
+use super::SegmentView;
+use crate::format::golden::{Block, BlockState, Class};
+
+/// A segment with the pages under it, which are among `mappings`: addresses, ascending, and sizes.
+pub(super) fn view(segment: &SegmentSnapshot, mappings: &[(u64, u64)]) -> SegmentView {
+    let (addr, bytes) = (segment.addr.get(), segment.bytes);
+    let from = mappings.partition_point(|&(at, _)| at < addr);
+    let to = mappings.partition_point(|&(at, _)| at < addr + bytes);
+    let pages = if segment.expandable {
+        mappings[from..to].iter().map(|&(_, bytes)| bytes).collect()
+    } else {
+        vec![bytes]
+    };
+    let class = match segment.class {
+        SizeClass::Small => Class::Small,
+        SizeClass::Large => Class::Large,
+    };
+    let blocks = segment.blocks.iter().map(|block| Block {
+        addr: block.addr.get(),
+        bytes: block.bytes,
+        requested: block.requested,
+        state: match block.status {
+            BlockStatus::Allocated => BlockState::ActiveAllocated,
+            BlockStatus::PendingFree => BlockState::ActivePendingFree,
+            BlockStatus::Inactive => BlockState::Inactive,
+        },
+    });
+    SegmentView {
+        pool: (segment.pool.0, segment.pool.1),
+        addr,
+        bytes,
+        stream: segment.stream.get() as u32,
+        class,
+        expandable: segment.expandable,
+        blocks: blocks.collect(),
+        pages,
+    }
+}

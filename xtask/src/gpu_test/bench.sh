@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# Measures our allocator and its peers on this machine's GPU; see `bench.sh --help`. The results lie in
+# bench-results, or in the folder that --out names. Exits with @NO_GPU@ if there is no GPU.
+set -u
+here=$(cd "$(dirname "$0")" && pwd) || exit 1
+if [ -d /usr/local/nvidia/lib64 ]; then
+  export LD_LIBRARY_PATH="/usr/local/nvidia/lib64${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
+fi
+if ! command -v python3 > /dev/null; then
+  echo "this needs python3" >&2
+  exit 1
+fi
+# A copy may have lost the permission.
+[ -x "$here/alloc-lab" ] || chmod +x "$here/alloc-lab"
+exec python3 "$here/peers/bench.py" "$@"
