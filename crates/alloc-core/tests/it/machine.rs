@@ -47,7 +47,7 @@ const OURS: [&[&str]; 7] = [
     &["ours_margin_min_mb:0", "ours_margin_min_mb:8"],
     &["ours_handle_max_mb:2", "ours_handle_max_mb:6", "ours_handle_max_mb:32"],
     &["ours_handle_calm_mb:2", "ours_handle_calm_mb:16", "ours_handle_share:4"],
-    &["ours_part_min_kb:0", "ours_part_min_kb:4096"],
+    &["ours_part_min_kb:4", "ours_part_min_kb:4096"],
     &["ours_ahead:1", "ours_ahead:2"],
     &["ours_views_max:1", "ours_views_max:2"],
 ];
@@ -205,6 +205,17 @@ fn policy_ours_passes_the_judge() {
 fn injected_failures_change_nothing_else() {
     run(Against::Faults, pytorch);
     run(Against::Faults, ours);
+}
+
+/// No draw is wasted on a setting that is refused.
+#[test]
+fn every_option_is_valid() {
+    for option in OPTIONS.into_iter().flatten() {
+        let _ = TrialConf::pytorch(option);
+    }
+    for option in OPTIONS.into_iter().chain(OURS).flatten() {
+        let _ = TrialConf::ours(option);
+    }
 }
 
 /// The harness is awake: a sequence that ends in a use after free is reported, and shrinks to
