@@ -214,7 +214,7 @@ mod tests {
 
     #[test]
     fn blocks_come_back_and_foreign_memory_is_left_alone() {
-        let rig = rig("");
+        let rig = rig("expandable_segments:False");
         let stream = rig.default_stream();
         let block = rig.allocate(3 * MIB, &stream);
         assert_eq!(rig.plugin.segment_of(block), Some((block, 20 * MIB)));
