@@ -218,7 +218,7 @@ fn a_limit_holds_for_expandable_segments() {
         let _a = rig.alloc(25 * MIB, &rig.s(0));
         let within = rig.reserved() <= 30 * MIB;
         assert_eq!(within, policy == Policy::Ours, "{} MiB", rig.reserved() / MIB);
-        rig.oom(10 * MIB, &rig.s(0));
+        rig.oom(20 * MIB, &rig.s(0));
     }
 }
 
