@@ -177,7 +177,9 @@ fn a_block_waits_for_every_stream_that_used_it() {
                 rig.record(&a, &rig.s(n));
             }
             rig.record(&a, &s0);
+            rig.backend.take_log();
             rig.free(a);
+            assert_eq!(rig.calls(Call::Record).len(), 2, "one event a stream, none for its own");
             rig.pass(&rig.s(first));
             assert_ne!(rig.alloc(4 * MIB, &s0).addr(), addr);
             rig.pass(&rig.s(last));

@@ -218,9 +218,9 @@ fn with_intruder(policy: Policy, text: &str, intruder: Intruder, n: u64, fails: 
     calls.load(Ordering::Relaxed) >= n
 }
 
-fn at_every_call(text: &'static str, fails: bool) {
+fn at_every_call(policies: &'static [Policy], text: &'static str, fails: bool) {
     in_time(move || {
-        for policy in BOTH {
+        for policy in policies.iter().copied() {
             for intruder in INTRUDERS {
                 let mut n = 1;
                 while with_intruder(policy, text, intruder, n, fails) {
@@ -234,22 +234,36 @@ fn at_every_call(text: &'static str, fails: bool) {
 
 #[test]
 fn ordinary_segments_at_every_call() {
-    at_every_call("", false);
+    at_every_call(&BOTH, "", false);
 }
 
 #[test]
 fn expandable_segments_at_every_call() {
-    at_every_call("expandable_segments:True", false);
+    at_every_call(&BOTH, "expandable_segments:True", false);
+}
+
+/// Options under which memory moves from the first miss on.
+const MOVING: &str = "expandable_segments:True,ours_margin:0,ours_margin_min_mb:0,\
+                      ours_handle_max_mb:6,ours_handle_calm_mb:6,ours_ahead:1,ours_views_max:1";
+
+#[test]
+fn moving_memory_at_every_call() {
+    at_every_call(&[Policy::Ours], MOVING, false);
+}
+
+#[test]
+fn moving_memory_at_every_call_that_fails() {
+    at_every_call(&[Policy::Ours], MOVING, true);
 }
 
 #[test]
 fn ordinary_segments_at_every_call_that_fails() {
-    at_every_call("", true);
+    at_every_call(&BOTH, "", true);
 }
 
 #[test]
 fn expandable_segments_at_every_call_that_fails() {
-    at_every_call("expandable_segments:True", true);
+    at_every_call(&BOTH, "expandable_segments:True", true);
 }
 
 /// Somebody else is asking about an event while this request has to wait for it: the wait must not

@@ -40,10 +40,23 @@ const OPTIONS: [&[&str]; 6] = [
     &["expandable_segments:True"],
 ];
 
+/// Options of policy ours alone, under which memory moves early, in small handles, and few views of it
+/// are kept.
+const OURS: [&[&str]; 7] = [
+    &["ours_margin:0", "ours_margin:0.05"],
+    &["ours_margin_min_mb:0", "ours_margin_min_mb:8"],
+    &["ours_handle_max_mb:2", "ours_handle_max_mb:6", "ours_handle_max_mb:32"],
+    &["ours_handle_calm_mb:2", "ours_handle_calm_mb:16", "ours_handle_share:4"],
+    &["ours_part_min_kb:4", "ours_part_min_kb:4096"],
+    &["ours_ahead:1", "ours_ahead:2"],
+    &["ours_views_max:1", "ours_views_max:2"],
+];
+
 /// What a case is played on.
 #[derive(Clone, Debug)]
 struct Setting {
     options: String,
+    ours: String,
     devices: u16,
     streams: u16,
     capacity: u64,
@@ -54,9 +67,9 @@ struct Setting {
     shape: Shape,
 }
 
-fn options() -> impl Strategy<Value = String> {
-    let lines = OPTIONS.map(|line| select(line).boxed()).to_vec();
-    (subsequence((0..OPTIONS.len()).collect::<Vec<_>>(), 0..=OPTIONS.len()), lines).prop_map(
+fn options(lines: &'static [&'static [&'static str]]) -> impl Strategy<Value = String> {
+    let choices: Vec<_> = lines.iter().map(|line| select(*line).boxed()).collect();
+    (subsequence((0..lines.len()).collect::<Vec<_>>(), 0..=lines.len()), choices).prop_map(
         |(used, chosen)| used.into_iter().map(|n| chosen[n]).collect::<Vec<_>>().join(","),
     )
 }
@@ -77,11 +90,12 @@ fn setting(against: Against) -> impl Strategy<Value = Setting> {
     let chance = prop::option::weighted(0.3, (any::<u64>(), 0.05..0.5));
     let faults = (any::<u64>(), select(vec![0.002, 0.02, 0.2]));
     let shape = (any::<bool>(), any::<bool>(), select(vec![MIB, 12 * MIB, 64 * MIB]), 5..80u64);
-    (options(), machine, chance, faults, shape).prop_map(
-        move |(options, (devices, streams, capacity), chance, faults, shape)| {
+    (options(&OPTIONS), options(&OURS), machine, chance, faults, shape).prop_map(
+        move |(options, ours, (devices, streams, capacity), chance, faults, shape)| {
             let (limited, toggles, bytes_max, live) = shape;
             Setting {
                 options,
+                ours,
                 devices,
                 streams,
                 capacity,
@@ -128,7 +142,7 @@ fn environment(name: &str) -> Option<u64> {
 }
 
 /// Plays drawn cases with the settings that `conf` makes of the options.
-fn run(against: Against, conf: fn(&str) -> TrialConf) {
+fn run(against: Against, conf: fn(&Setting) -> TrialConf) {
     let seed = environment("ALLOC_CORE_SEED").unwrap_or(1);
     let cases = environment("ALLOC_CORE_CASES").map_or(CASES, |cases| cases as u32);
     let cases = if against == Against::Model { cases } else { cases.div_ceil(3) };
@@ -139,7 +153,7 @@ fn run(against: Against, conf: fn(&str) -> TrialConf) {
     let mut runner =
         TestRunner::new_with_rng(config, TestRng::from_seed(RngAlgorithm::ChaCha, &bytes));
     let result = runner.run(&case(against), |(setting, ops)| {
-        play(conf(&setting.options), &setting, &ops)
+        play(conf(&setting), &setting, &ops)
             .map_err(|failure| TestCaseError::fail(failure.to_string()))
     });
     match result {
@@ -152,33 +166,55 @@ fn run(against: Against, conf: fn(&str) -> TrialConf) {
     }
 }
 
+fn pytorch(setting: &Setting) -> TrialConf {
+    TrialConf::pytorch(&setting.options)
+}
+
+/// With and without expandable segments; with them, memory moves.
+fn ours(setting: &Setting) -> TrialConf {
+    TrialConf::ours(&joined(&[&setting.options, &setting.ours]))
+}
+
+fn joined(options: &[&str]) -> String {
+    let given: Vec<_> = options.iter().copied().filter(|options| !options.is_empty()).collect();
+    given.join(",")
+}
+
 #[test]
 fn ordinary_and_expandable_segments_agree_with_the_model() {
-    run(Against::Model, TrialConf::pytorch);
+    run(Against::Model, pytorch);
 }
 
 #[test]
 fn expandable_segments_agree_with_the_model() {
-    run(Against::Model, |options| TrialConf::pytorch(&expandable(options)));
+    run(Against::Model, |setting| {
+        TrialConf::pytorch(&joined(&[&setting.options, "expandable_segments:True"]))
+    });
 }
 
 /// The judge and the checker, that of views included (E4).
 #[test]
 fn policy_ours_passes_the_judge() {
-    run(Against::Judge, TrialConf::ours);
-    run(Against::Judge, |options| TrialConf::ours(&expandable(options)));
+    run(Against::Judge, ours);
+    run(Against::Judge, |setting| {
+        TrialConf::ours(&joined(&[&setting.options, &setting.ours, "expandable_segments:False"]))
+    });
 }
 
 #[test]
 fn injected_failures_change_nothing_else() {
-    run(Against::Faults, TrialConf::pytorch);
-    run(Against::Faults, TrialConf::ours);
+    run(Against::Faults, pytorch);
+    run(Against::Faults, ours);
 }
 
-fn expandable(options: &str) -> String {
-    match options {
-        "" => "expandable_segments:True".to_owned(),
-        _ => format!("{options},expandable_segments:True"),
+/// No draw is wasted on a setting that is refused.
+#[test]
+fn every_option_is_valid() {
+    for option in OPTIONS.into_iter().flatten() {
+        let _ = TrialConf::pytorch(option);
+    }
+    for option in OPTIONS.into_iter().chain(OURS).flatten() {
+        let _ = TrialConf::ours(option);
     }
 }
 

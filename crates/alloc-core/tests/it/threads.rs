@@ -15,17 +15,18 @@ const THREADS: usize = 8;
 const STEPS: u64 = 300;
 const KINDS: [&str; 2] = ["", "expandable_segments:True"];
 
+/// Options under which memory of policy ours moves from the first miss on.
+const MOVING: &str = "expandable_segments:True,ours_margin:0,ours_margin_min_mb:0,\
+                      ours_handle_max_mb:6,ours_handle_calm_mb:6,ours_ahead:1,ours_views_max:1";
+
 /// Every mixture of policy, kind of segment and way to keep peaks.
 fn mixtures() -> Vec<Config> {
-    let mut all = Vec::new();
-    for policy in BOTH {
-        for text in KINDS {
-            for peaks in [PeakMode::Exact, PeakMode::PerHeap] {
-                all.push(Config { peaks, ..config(policy, text) });
-            }
-        }
-    }
-    all
+    let kinds = BOTH.into_iter().flat_map(|policy| KINDS.map(|text| (policy, text)));
+    let kinds = kinds.chain([(Policy::Ours, MOVING)]);
+    let each = |(policy, text)| {
+        [PeakMode::Exact, PeakMode::PerHeap].map(|peaks| Config { peaks, ..config(policy, text) })
+    };
+    kinds.flat_map(each).collect()
 }
 
 fn judged(capacity: u64, config: Config) -> Judged<Alloc> {
