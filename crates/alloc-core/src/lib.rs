@@ -11,17 +11,19 @@ mod events;
 mod free_index;
 mod handles;
 mod heap;
+pub mod host;
 mod lock;
 mod pager;
 pub mod size_class;
 pub mod stats;
+mod sync;
 mod table;
 pub mod trace;
 mod units;
 
 pub use allocator::{
-    Allocation, BlockSnapshot, BlockStatus, CachingAllocator, Located, SegmentSnapshot, Snapshot,
-    StreamHandle, Violation,
+    Allocation, BlockSnapshot, BlockStatus, CachingAllocator, EventHold, Located, SegmentSnapshot,
+    Snapshot, StreamHandle, Violation,
 };
 pub use config::{ConfError, Config, Policy, Settings};
 pub use error::{

@@ -9,6 +9,9 @@ use crate::units::align_up;
 pub const BLOCK_BYTES_MIN: u64 = 512;
 /// Largest rounded request of the small class, in bytes.
 pub const SMALL_BYTES_MAX: u64 = 1 << 20;
+/// The same in expandable segments of policy `ours`, in bytes. Handles of the small class are all of
+/// the smallest size; what could as well share larger ones belongs to the large class.
+pub const OURS_SMALL_BYTES_MAX: u64 = 256 << 10;
 /// Segment size and expandable page of the small class, in bytes.
 pub const SMALL_SEGMENT_BYTES: u64 = 2 << 20;
 /// Rounded requests of the large class below this many bytes share segments.
@@ -21,12 +24,13 @@ pub const LARGE_SEGMENT_ROUNDING: u64 = 2 << 20;
 pub const REQUEST_BYTES_MAX: u64 = 1 << 60;
 
 const _: () = assert!(SMALL_BYTES_MAX <= SMALL_SEGMENT_BYTES);
+const _: () = assert!(OURS_SMALL_BYTES_MAX <= SMALL_BYTES_MAX);
 const _: () = assert!(OWN_SEGMENT_BYTES_MIN.is_multiple_of(LARGE_SEGMENT_ROUNDING));
 
 /// The two classes of a heap. A block belongs to the class of its segment for life.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub enum SizeClass {
-    /// Rounded requests up to [`SMALL_BYTES_MAX`].
+    /// Rounded requests up to [`SMALL_BYTES_MAX`], or [`OURS_SMALL_BYTES_MAX`].
     Small,
     /// All others.
     Large,
@@ -36,9 +40,10 @@ impl SizeClass {
     /// Both, in the order in which a private pool is flushed.
     pub const ALL: [SizeClass; 2] = [SizeClass::Small, SizeClass::Large];
 
-    /// The class that serves requests of `rounded` bytes.
-    pub const fn of(rounded: u64) -> Self {
-        if rounded <= SMALL_BYTES_MAX { SizeClass::Small } else { SizeClass::Large }
+    /// The class that serves requests of `rounded` bytes where those up to `small_bytes_max` are
+    /// small.
+    pub const fn of(rounded: u64, small_bytes_max: u64) -> Self {
+        if rounded <= small_bytes_max { SizeClass::Small } else { SizeClass::Large }
     }
 
     /// Position in tables of two.

@@ -36,8 +36,10 @@ impl Plugin {
     pub(crate) fn allocate(&self, bytes: u64, stream: &CudaStream) -> Result<Addr, Failure> {
         let device = device_of(stream);
         self.note_use(device);
+        let captured = is_captured(stream)?;
+        let _hold = captured.then(|| self.allocator.hold_events());
         let addr = self.allocator.allocate_raw(bytes, stream).map_err(|error| describe(&error))?;
-        if !addr.is_null() && is_captured(stream)? {
+        if captured && !addr.is_null() {
             self.captured.add(device, addr);
         }
         Ok(addr)

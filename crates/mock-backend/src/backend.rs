@@ -322,6 +322,10 @@ impl MockBackend {
 pub struct Judge<'a>(&'a MockBackend);
 
 impl Judge<'_> {
+    pub(crate) fn backend(&self) -> &MockBackend {
+        self.0
+    }
+
     /// The allocator has handed out `bytes` at `addr`, to be used on `stream` from now on.
     pub fn allocated(&self, addr: Addr, bytes: u64, stream: &MockStream) {
         self.0.own(stream);

@@ -1,5 +1,6 @@
 //! How a simulated machine is put together.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use alloc_core::backend::SEGMENT_ALIGN;
@@ -19,9 +20,13 @@ use crate::{Call, CallInfo, Costs, Fault, Feed, MockBackend, Placement, Rng};
 /// Total memory of a device that nobody described: that of an 80 GiB card.
 const USUAL_DEVICE_BYTES: u64 = 80 << 30;
 
+/// What can be pinned on a host that nobody described.
+const USUAL_HOST_BYTES: u64 = 1 << 40;
+
 /// Builds a [`MockBackend`]; see [`MockBackend::builder`].
 pub struct Builder {
     devices: Vec<Device>,
+    host: Vec<Device>,
     granularity: u64,
     placement: Placement,
     first_address: Addr,
@@ -38,6 +43,7 @@ impl Builder {
     pub(crate) fn new() -> Self {
         Builder {
             devices: Vec::new(),
+            host: Vec::new(),
             granularity: SEGMENT_ALIGN,
             placement: Placement::Reuse { gap: 0 },
             first_address: Addr::new(1 << 40),
@@ -61,6 +67,13 @@ impl Builder {
     /// [`u64::MAX`] never runs out.
     pub fn device_with(mut self, capacity: u64, total: u64) -> Self {
         self.devices.push(Device { capacity, total, used: 0 });
+        self
+    }
+
+    /// Adds a NUMA node of the host on which `bytes` can be pinned. Without any, there is one of
+    /// 1 TiB.
+    pub fn host_node(mut self, bytes: u64) -> Self {
+        self.host.push(Device { capacity: bytes, total: bytes, used: 0 });
         self
     }
 
@@ -134,6 +147,9 @@ impl Builder {
         if self.devices.is_empty() {
             self = self.device(USUAL_DEVICE_BYTES);
         }
+        if self.host.is_empty() {
+            self = self.host_node(USUAL_HOST_BYTES);
+        }
         let device_count = u16::try_from(self.devices.len()).expect("at most u16::MAX devices");
         let mut streams = Streams::default();
         for device in 0..device_count {
@@ -144,6 +160,8 @@ impl Builder {
             unloaded: false,
             strict: self.strict,
             memory: Memory::new(std::mem::take(&mut self.devices)),
+            host: std::mem::take(&mut self.host),
+            pins: BTreeMap::new(),
             space: AddressSpace::new(self.placement, self.first_address, self.address_space),
             streams,
             captures: Captures::default(),

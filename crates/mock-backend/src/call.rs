@@ -37,11 +37,17 @@ pub enum Call {
     Unmap,
     /// [`MockBackend::wait_event`](crate::MockBackend::wait_event): a stream ordered after an event
     WaitEvent,
+    /// `HostBackend::pin`
+    Pin,
+    /// `HostBackend::unpin`
+    Unpin,
+    /// `CopyData::copy`
+    Copy,
 }
 
 impl Call {
     /// Every kind, in declaration order.
-    pub const ALL: [Call; 14] = [
+    pub const ALL: [Call; 17] = [
         Call::Acquire,
         Call::Release,
         Call::Record,
@@ -56,12 +62,15 @@ impl Call {
         Call::SetAccess,
         Call::Unmap,
         Call::WaitEvent,
+        Call::Pin,
+        Call::Unpin,
+        Call::Copy,
     ];
 
     /// Whether the call takes something that may have run out, so that
     /// [`ErrorKind::OutOfMemory`] is its natural failure.
     pub const fn takes_memory(self) -> bool {
-        matches!(self, Call::Acquire | Call::Create | Call::Reserve)
+        matches!(self, Call::Acquire | Call::Create | Call::Reserve | Call::Pin)
     }
 
     /// The name of the trait method.
@@ -81,6 +90,9 @@ impl Call {
             Call::SetAccess => "set_access",
             Call::Unmap => "unmap",
             Call::WaitEvent => "wait_event",
+            Call::Pin => "pin",
+            Call::Unpin => "unpin",
+            Call::Copy => "copy",
         }
     }
 }

@@ -15,14 +15,17 @@ struct BySize([(u64, u64); 3]);
 // gave).
 const CREATE: BySize = BySize([(2 * MIB, 10_000), (128 * MIB, 13_000), (2048 * MIB, 37_500)]);
 const MAP: BySize = BySize([(2 * MIB, 700), (128 * MIB, 1_000), (2048 * MIB, 3_000)]);
+// For one mapping; a run of n costs n times as much (`docs/measurements/`).
 const SET_ACCESS: BySize = BySize([(2 * MIB, 26_000), (128 * MIB, 31_000), (2048 * MIB, 90_000)]);
 const UNMAP: BySize = BySize([(2 * MIB, 16_000), (128 * MIB, 19_000), (2048 * MIB, 38_000)]);
+/// First touch by 16 threads and registration of 1 and 4 GiB, and an estimate for small sizes.
+const PIN: BySize =
+    BySize([(2 * MIB, 110_000), (1024 * MIB, 47_000_000), (4096 * MIB, 181_000_000)]);
 const DESTROY: BySize = BySize([(2 * MIB, 12_000), (128 * MIB, 60_000), (2048 * MIB, 850_000)]);
 
-// cudaMalloc and cudaFree: estimated. Whole replays of recorded training runs by PyTorch's default
-// allocator on the same GPU took, beyond the time of the hits, 75 to 250 us for each cudaMalloc, more
-// for larger segments. cudaFree is taken to cost the same, waiting for work not counted.
-const SEGMENT: BySize = BySize([(2 * MIB, 75_000), (128 * MIB, 150_000), (2048 * MIB, 500_000)]);
+// cudaMalloc and cudaFree on an idle H200, driver 580.159.04 (medians; `docs/measurements/`).
+const ACQUIRE: BySize = BySize([(2 * MIB, 76_000), (128 * MIB, 78_000), (2048 * MIB, 271_000)]);
+const RELEASE: BySize = BySize([(2 * MIB, 56_000), (128 * MIB, 146_000), (2048 * MIB, 1_506_000)]);
 
 impl BySize {
     fn at(&self, bytes: u64) -> u64 {
@@ -37,7 +40,8 @@ impl BySize {
 /// queued work is not in it.
 pub fn call_ns(call: Call, bytes: u64) -> u64 {
     match call {
-        Call::Acquire | Call::Release => SEGMENT.at(bytes),
+        Call::Acquire => ACQUIRE.at(bytes),
+        Call::Release => RELEASE.at(bytes),
         Call::Create => CREATE.at(bytes),
         Call::Map => MAP.at(bytes),
         Call::SetAccess => SET_ACCESS.at(bytes),
@@ -45,12 +49,17 @@ pub fn call_ns(call: Call, bytes: u64) -> u64 {
         Call::Destroy => DESTROY.at(bytes),
         // Estimates: address space only, no page tables.
         Call::Reserve | Call::Unreserve => 2_000,
-        // Estimates: a host-side call without a round trip to the device.
-        Call::Record | Call::WaitEvent => 1_000,
-        Call::Query => 500,
+        // Measured as above, on events without timing; waiting for one stream to wait is taken to
+        // cost what recording does.
+        Call::Record | Call::WaitEvent => 320,
+        Call::Query => 340,
         // A blocking wait on a reached event.
-        Call::Wait => 1_000,
-        Call::Memory => 10_000,
+        Call::Wait => 450,
+        Call::Memory => 7_600,
+        Call::Pin => PIN.at(bytes),
+        // Estimates: half the way back, and 10 GB/s.
+        Call::Unpin => PIN.at(bytes) / 2,
+        Call::Copy => bytes / 10,
     }
 }
 

@@ -19,7 +19,7 @@ const NO_ADDRESSES: Failure = (ErrorKind::OutOfMemory, "address space is exhaust
 
 impl MockBackend {
     /// A driver call from begin to end, in one go under the lock.
-    fn call<T>(
+    pub(crate) fn call<T>(
         &self,
         info: CallInfo,
         act: impl FnOnce(&mut Sim, &mut Begun) -> Result<T, Failure>,
@@ -32,7 +32,7 @@ impl MockBackend {
     }
 
     /// As [`call`](Self::call), for a call that consumes `value`.
-    fn consuming<T>(
+    pub(crate) fn consuming<T>(
         &self,
         info: CallInfo,
         value: T,
@@ -75,7 +75,12 @@ impl MockBackend {
         Err(sim.refuse(Rule::ForeignHandle, info, "the stream belongs to another backend"))
     }
 
-    fn check_owner(&self, sim: &mut Sim, owner: u32, info: &CallInfo) -> Result<(), Failure> {
+    pub(crate) fn check_owner(
+        &self,
+        sim: &mut Sim,
+        owner: u32,
+        info: &CallInfo,
+    ) -> Result<(), Failure> {
         if owner == self.shared.id {
             return Ok(());
         }
@@ -211,7 +216,7 @@ impl Backend for MockBackend {
 }
 
 impl MockBackend {
-    fn about(&self, call: Call, event: &MockEvent) -> CallInfo {
+    pub(crate) fn about(&self, call: Call, event: &MockEvent) -> CallInfo {
         let device = match event.backend == self.shared.id {
             true => self.sim().streams.all[event.stream].device,
             false => DeviceId::new(0),

@@ -225,6 +225,14 @@ impl Memory {
         Ok(())
     }
 
+    /// Sizes of the mappings that start in a range.
+    pub(crate) fn mappings_in(&self, at: Addr, bytes: u64) -> impl Iterator<Item = u64> + '_ {
+        let range = at.get()..at.get().saturating_add(bytes);
+        let reserved = self.reservations.range(..range.end).next_back();
+        let mappings = reserved.into_iter().flat_map(|(_, reservation)| &reservation.mappings);
+        mappings.filter(move |(start, _)| range.contains(start)).map(|(_, mapping)| mapping.bytes)
+    }
+
     pub(crate) fn set_access(
         &mut self,
         base: Addr,

@@ -1,8 +1,9 @@
 //! The simulator's state, all of it under one lock, and the rules that every call shares.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use alloc_core::backend::ErrorKind;
+use alloc_core::host::PinRequest;
 use alloc_core::{Addr, DeviceId};
 
 use crate::addresses::AddressSpace;
@@ -12,7 +13,7 @@ use crate::costs::call_ns;
 use crate::event::MockEvent;
 use crate::faults::FaultPlan;
 use crate::judge::{Book, end_of, unordered};
-use crate::memory::{Memory, Piece};
+use crate::memory::{Device, Memory, Piece};
 use crate::streams::{Ending, Lane, MockStream, Streams, Work, id_of};
 use crate::{Call, CallInfo, Costs, LogEntry, MockError, Rng, Rule, Violation};
 
@@ -25,6 +26,10 @@ pub(crate) struct Sim {
     pub(crate) unloaded: bool,
     pub(crate) strict: bool,
     pub(crate) memory: Memory,
+    /// The NUMA nodes of the host and what is pinned there.
+    pub(crate) host: Vec<Device>,
+    /// What is pinned there, by address.
+    pub(crate) pins: BTreeMap<Addr, PinRequest>,
     pub(crate) space: AddressSpace,
     pub(crate) streams: Streams,
     pub(crate) captures: Captures,
@@ -52,7 +57,14 @@ impl Sim {
             return Err(MockError::new(info.call, ErrorKind::DeviceLost, "the driver is gone"));
         }
         self.operation += 1;
-        let ns = call_ns(info.call, info.bytes);
+        let ns = match info.call {
+            // The driver works mapping by mapping, however long the run.
+            Call::SetAccess => {
+                let mappings = self.memory.mappings_in(info.addr, info.bytes);
+                mappings.map(|bytes| call_ns(info.call, bytes)).sum()
+            }
+            _ => call_ns(info.call, info.bytes),
+        };
         self.costs.add(info.call, ns);
         self.streams.now_ns += ns;
         self.streams.settle();

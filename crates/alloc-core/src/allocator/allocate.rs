@@ -31,7 +31,7 @@ impl<B: Backend> Shared<B> {
             return Ok(self.allocation(cell, requested, None));
         }
         let mut op = self.begin();
-        if !self.devices[cell.device.index()].events.is_empty() {
+        if !self.devices[cell.device.index()].events.is_empty() && self.may_use_events() {
             self.process_events(cell.device, &mut op.trace)?;
         }
         let found =
@@ -103,7 +103,7 @@ impl<B: Backend> HeapBody<B> {
         ledger: &mut Ledger<'_>,
     ) -> Result<HandedOut, Request> {
         let rounded = self.heap.rules.round(requested);
-        let class = SizeClass::of(rounded);
+        let class = SizeClass::of(rounded, self.heap.rules.small_bytes_max);
         let expandable = self.heap.rules.expandable;
         let request = Request { requested, rounded, class, expandable };
         self.serve(&request, ledger).ok_or(request)

@@ -2,10 +2,11 @@
 //!
 //! The numbers are those of `docs/invariants.md`.
 
-use super::{CachingAllocator, Device, HeapBody, HeapCell, Shared};
-use crate::backend::{Backend, Segment};
+use super::{CachingAllocator, Device, HeapBody, HeapCell, Paging, Shared};
+use crate::backend::{Backend, SEGMENT_ALIGN, Segment};
 use crate::block::{Block, BlockId, BlockState};
 use crate::directory::Owner;
+use crate::handles::Layout;
 use crate::heap::{Heap, SegmentId, SegmentInfo, SegmentKind};
 use crate::stats::{Gauge, StatTable};
 use crate::units::{Addr, DeviceId};
@@ -91,6 +92,11 @@ impl<B: Backend> Shared<B> {
                 })?;
                 check_tiling(&body.heap, segment_id, segment)?;
                 self.check_directory(&cell, &body.heap, segment_id, segment)?;
+                if let Some(Paging::Handles(store)) = &self.paging
+                    && segment.is_expandable()
+                {
+                    check_homes(&body.heap, segment, &store.layout())?;
+                }
             }
             check_indexes(&body.heap)?;
             add_up(&body.heap, &mut sums);
@@ -170,15 +176,33 @@ impl<B: Backend> Shared<B> {
     ) -> Result<(), Violation> {
         let owner = Some(Owner { heap: cell.index, segment: id });
         for block in blocks_of(heap, segment) {
-            let backed = block.state != BlockState::Unmapped;
+            if block.state == BlockState::Unmapped {
+                self.check_hole(block)?;
+                continue;
+            }
             // The first page of a small block may begin in its lower neighbour, which is as well
             // backed as the block itself.
             for addr in [block.addr, Addr::new(block.end().get() - 1)] {
                 let found = self.directory.owner(addr) == owner;
-                ensure(found == backed, "I11", || {
+                ensure(found, "I11", || {
                     format!("the directory is wrong about {addr} ({:?})", block.state)
                 })?;
             }
+        }
+        Ok(())
+    }
+
+    /// I11: a page without a backed byte is nobody's. A hole can share its outer pages with blocks.
+    fn check_hole(&self, hole: &Block) -> Result<(), Violation> {
+        let first = hole.addr.get().next_multiple_of(SEGMENT_ALIGN);
+        let end = hole.end().get() / SEGMENT_ALIGN * SEGMENT_ALIGN;
+        if first >= end {
+            return Ok(());
+        }
+        for addr in [Addr::new(first), Addr::new(end - 1)] {
+            ensure(self.directory.owner(addr).is_none(), "I11", || {
+                format!("the directory names an owner for {addr}, which is in a hole")
+            })?;
         }
         Ok(())
     }
@@ -245,6 +269,40 @@ fn check_tokens<B: Backend>(body: &HeapBody<B>) -> Result<(), Violation> {
     ensure(good && body.uses.len() == count, "I10", || {
         "streams are recorded for a block that is not live".to_owned()
     })
+}
+
+/// E2: what is backed in a reservation is what belongs to its views; every byte of a handle belongs
+/// to one view.
+fn check_homes(heap: &Heap, segment: &SegmentInfo, layout: &Layout) -> Result<(), Violation> {
+    let mut backed: Vec<(Addr, Addr)> = Vec::new();
+    for block in blocks_of(heap, segment).filter(|b| b.state != BlockState::Unmapped) {
+        join_run(&mut backed, block.addr, block.end());
+    }
+    let mut owned: Vec<(Addr, Addr)> = Vec::new();
+    for (at, id) in layout.views(segment.base, segment.base, segment.base + segment.bytes) {
+        let mut cursor = 0;
+        for home in &layout[id].homes {
+            ensure(home.from == cursor, "E2", || format!("bytes of a handle at {at} are lost"))?;
+            cursor += home.bytes;
+            if home.view.at == at {
+                join_run(&mut owned, at + home.from, at + cursor);
+            }
+        }
+        ensure(cursor == 0 || cursor == layout[id].bytes, "E2", || {
+            format!("the end of a handle at {at} is lost")
+        })?;
+    }
+    ensure(backed == owned, "E2", || {
+        let base = segment.base;
+        format!("blocks and handles differ about what is backed in the segment at {base}")
+    })
+}
+
+fn join_run(runs: &mut Vec<(Addr, Addr)>, from: Addr, to: Addr) {
+    match runs.last_mut() {
+        Some(last) if last.1 == from => last.1 = to,
+        _ => runs.push((from, to)),
+    }
 }
 
 fn blocks_of<'a>(heap: &'a Heap, segment: &SegmentInfo) -> impl Iterator<Item = &'a Block> {

@@ -47,9 +47,8 @@ impl<B: Backend> Shared<B> {
     ) -> AllocResult<Grown<HandedOut>, B> {
         if let Some(Paging::Handles(store)) = &self.paging
             && request.expandable
+            && let Some(_paging) = self.devices[cell.device.index()].begin_paging()
         {
-            let device = &self.devices[cell.device.index()];
-            let Some(_paging) = device.begin_paging() else { return Ok(Err(Shortage::Memory)) };
             return self.grow_by_handles(&**store, cell, request, waiting, trace);
         }
         let device = &self.devices[cell.device.index()];

@@ -56,6 +56,11 @@ impl<B: Backend> Shared<B> {
         trace: &mut TraceBuffer,
         steps: &mut Vec<LadderStep>,
     ) -> AllocResult<Grown<HandedOut>, B> {
+        if !self.may_use_events() {
+            // Giving memory back waits for the device, which is as forbidden as waiting for events.
+            steps.push(LadderStep::Grow);
+            return self.grow(cell, request, false, trace);
+        }
         if self.collect_garbage(cell, request, trace)? {
             steps.push(LadderStep::GarbageCollection);
         }

@@ -219,6 +219,8 @@ struct Shared<B: Backend> {
     memory: fn(&B, DeviceId) -> Option<DeviceMemory>,
     tracing: AtomicBool,
     sink: RwLock<Option<Arc<dyn TraceSink>>>,
+    /// [`EventHold`]s in force.
+    holds: AtomicU32,
     callbacks: Mutex<BTreeMap<String, Callback>>,
     observers: Mutex<Vec<Observer>>,
 }
@@ -305,6 +307,7 @@ impl<B: Backend + MemoryInfo> CachingAllocator<B> {
                 memory: |backend, device| backend.memory(device).ok(),
                 tracing: AtomicBool::new(false),
                 sink: RwLock::new(None),
+                holds: AtomicU32::new(0),
                 callbacks: Mutex::new(BTreeMap::new()),
                 observers: Mutex::new(Vec::new()),
             }),
@@ -581,9 +584,35 @@ impl<B: Backend> CachingAllocator<B> {
         self.shared.observers.lock().push(Arc::new(observer));
     }
 
+    /// Until the hold is dropped, no event is recorded, queried or waited for but those that a free
+    /// needs, and no cached memory is given back: what a front asks for while a stream is captured
+    /// into a graph, when such calls fail or spoil the capture. Requests are served from what is
+    /// cached and from new memory. Holds may overlap.
+    pub fn hold_events(&self) -> EventHold<B> {
+        self.shared.holds.fetch_add(1, Ordering::Relaxed);
+        EventHold { shared: Arc::clone(&self.shared) }
+    }
+
     /// The block that is handed out at `addr`, or `None`.
     pub fn locate(&self, addr: Addr) -> Option<Located> {
         self.shared.locate(addr)
+    }
+}
+
+/// See [`CachingAllocator::hold_events`].
+pub struct EventHold<B: Backend> {
+    shared: Arc<Shared<B>>,
+}
+
+impl<B: Backend> std::fmt::Debug for EventHold<B> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("EventHold").finish_non_exhaustive()
+    }
+}
+
+impl<B: Backend> Drop for EventHold<B> {
+    fn drop(&mut self) {
+        self.shared.holds.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
@@ -682,6 +711,11 @@ impl<B: Backend> Shared<B> {
         if let Some(sink) = sink {
             trace.deliver(&*sink);
         }
+    }
+
+    /// Whether events may be used for the allocator's own purposes.
+    fn may_use_events(&self) -> bool {
+        self.holds.load(Ordering::Relaxed) == 0
     }
 
     fn device(&self, device: DeviceId) -> AllocResult<&Device<B>, B> {

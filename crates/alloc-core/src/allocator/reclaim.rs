@@ -1,6 +1,6 @@
 //! Giving cached memory back to the backend. Runs under the growth lock of the device.
 
-use super::{AllocResult, HeapCell, Shared};
+use super::{AllocResult, HeapCell, Paging, Shared};
 use crate::backend::{Backend, Refused, Segment, Stream};
 use crate::block::{Block, BlockId, BlockIdx, BlockState};
 use crate::config::Policy;
@@ -70,6 +70,9 @@ impl<B: Backend> Shared<B> {
             && let Some(_paging) = self.devices[device.index()].begin_paging()
         {
             paging.pager().tidy(device);
+            if let Paging::Handles(store) = paging {
+                self.reunite_all(&**store, device, trace);
+            }
         }
         for class in [SizeClass::Large, SizeClass::Small] {
             self.release_class(device, PoolId::DEFAULT, class, trace)?;

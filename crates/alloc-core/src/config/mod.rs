@@ -4,7 +4,10 @@ mod parse;
 
 pub use parse::ConfError;
 
-use crate::size_class::{LARGE_SEGMENT_BYTES, RoundupDivisions, round_request, segment_bytes};
+use crate::size_class::{
+    LARGE_SEGMENT_BYTES, OURS_SMALL_BYTES_MAX, RoundupDivisions, SMALL_BYTES_MAX, round_request,
+    segment_bytes,
+};
 use std::collections::BTreeMap;
 
 /// Which rules decide.
@@ -134,25 +137,44 @@ pub struct Settings {
 /// How policy `ours` grows expandable segments; keys of the settings string begin with `ours_`.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct OursSettings {
-    /// `ours_margin`: memory is moved rather than created once this fraction more is reserved than
-    /// was ever needed.
+    /// `ours_margin`, from 0 to 1 without 1: memory is moved rather than created once this fraction
+    /// more is reserved than was ever needed. Larger means fewer moves and more memory.
     pub margin: f64,
     /// `ours_margin_min_mb`, in bytes: but not below this much more.
     pub margin_bytes_min: u64,
-    /// `ours_handle_max_mb`, in bytes: the largest physical handle to create.
+    /// `ours_ahead`: within the margin, up to this many times the request is created at once.
+    pub ahead: u32,
+    /// `ours_batch_divisor`: where new memory is needed beyond the margin and never was so much in
+    /// use, at least this part of the most that was ever needed is created at once.
+    pub batch_divisor: u32,
+    /// `ours_handle_max_mb`, in bytes: the largest physical handle to create for usual growth.
     pub handle_bytes_max: u64,
+    /// `ours_handle_share`: and no handle is larger than the request it is created for divided by
+    /// this. Where requests are cut from small handles, few are left partly used.
+    pub handle_share: u32,
+    /// `ours_handle_calm_mb`, in bytes: the largest one where memory only grows, as when weights are
+    /// loaded.
+    pub handle_bytes_calm: u64,
+    /// `ours_part_min_kb`, in bytes: the smallest free end of a partly used handle that is mapped
+    /// where it helps, unless nothing else avoids running out of memory.
+    pub part_bytes_min: u64,
     /// `ours_views_max`: places where one handle may be mapped at once; above, old ones are unmapped
-    /// when they are known to be unused.
+    /// when they are known to be unused, and no part of the handle moves.
     pub views_max: u32,
 }
 
 impl Default for OursSettings {
     fn default() -> Self {
         OursSettings {
-            margin: 0.004,
-            margin_bytes_min: 8 << 20,
+            margin: 0.005,
+            margin_bytes_min: 24 << 20,
+            ahead: 4,
+            batch_divisor: 800,
             handle_bytes_max: 10 << 20,
-            views_max: 4,
+            handle_share: 3,
+            handle_bytes_calm: 32 << 20,
+            part_bytes_min: 1 << 20,
+            views_max: 8,
         }
     }
 }
@@ -299,6 +321,8 @@ pub(crate) struct Rules {
     pub(crate) counts_searches: bool,
     /// Whether requests may use and grow expandable segments.
     pub(crate) expandable: bool,
+    /// Largest rounded request of the small class.
+    pub(crate) small_bytes_max: u64,
 }
 
 impl Rules {
@@ -310,6 +334,8 @@ impl Rules {
     ) -> Self {
         let large_segment_bytes = settings.large_segment_bytes;
         let rounding = settings.max_non_split_rounding_bytes.unwrap_or(large_segment_bytes);
+        let expandable =
+            virtual_memory && settings.expandable_segments.unwrap_or(policy == Policy::Ours);
         Rules {
             roundup: settings.roundup.honouring_one(policy == Policy::Ours),
             large_segment_bytes,
@@ -317,8 +343,12 @@ impl Rules {
             max_non_split_rounding_bytes: rounding,
             oversize_covers_expandable: policy == Policy::Pytorch,
             counts_searches: settings.gc_threshold.is_some() && (limited || policy == Policy::Ours),
-            expandable: virtual_memory
-                && settings.expandable_segments.unwrap_or(policy == Policy::Ours),
+            expandable,
+            small_bytes_max: if expandable && policy == Policy::Ours {
+                OURS_SMALL_BYTES_MAX
+            } else {
+                SMALL_BYTES_MAX
+            },
         }
     }
 

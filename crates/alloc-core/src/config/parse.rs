@@ -171,15 +171,22 @@ fn set_ours(ours: &mut OursSettings, entry: &Entry<'_>) -> Result<(), ConfError>
         "ours_margin" => ours.margin = fraction(entry)?,
         "ours_margin_min_mb" => ours.margin_bytes_min = bounded_mib(entry, 0)?,
         "ours_handle_max_mb" => ours.handle_bytes_max = bounded_mib(entry, 2)?,
-        "ours_views_max" => {
-            ours.views_max = match entry.integer()? {
-                n @ 1..=64 => n as u32,
-                _ => return Err(entry.error("must be from 1 to 64")),
-            };
-        }
+        "ours_handle_calm_mb" => ours.handle_bytes_calm = bounded_mib(entry, 2)?,
+        "ours_part_min_kb" => ours.part_bytes_min = up_to(entry, 1 << 30)? as u64 * 1024,
+        "ours_handle_share" => ours.handle_share = up_to(entry, 1024)?,
+        "ours_ahead" => ours.ahead = up_to(entry, 1024)?,
+        "ours_batch_divisor" => ours.batch_divisor = up_to(entry, 1 << 30)?,
+        "ours_views_max" => ours.views_max = up_to(entry, 64)?,
         _ => return Err(entry.error("there is no such setting")),
     }
     Ok(())
+}
+
+/// A whole number from 1 to `most`.
+fn up_to(entry: &Entry<'_>, most: u32) -> Result<u32, ConfError> {
+    let value = entry.integer()?;
+    let value = u32::try_from(value).ok().filter(|n| (1..=most).contains(n));
+    value.ok_or_else(|| entry.error(format!("must be from 1 to {most}")))
 }
 
 /// A number of MiB that is not absurd, in bytes.

@@ -9,7 +9,6 @@ mod moving;
 mod segment;
 
 pub(crate) use expandable::PageRun;
-pub(crate) use moving::HoleSpan;
 pub(crate) use segment::{SegmentId, SegmentInfo, SegmentKind, SegmentTable};
 
 use crate::block::{Block, BlockIdx, BlockSlab, BlockState};
@@ -86,6 +85,9 @@ pub(crate) struct Heap {
     pub(crate) segments: SegmentTable,
     /// Frees so far, wrapping: how long ago memory became free is told by it.
     pub(crate) clock: u32,
+    /// The clock at the latest growth of the large class, and how many growths in a row saw it like
+    /// that.
+    grown: (u32, u32),
 }
 
 impl Heap {
@@ -104,6 +106,7 @@ impl Heap {
             classes: Default::default(),
             segments: SegmentTable::default(),
             clock: 0,
+            grown: (0, 0),
         }
     }
 

@@ -1,47 +1,44 @@
 //! Memory that changes place: parts of free blocks become holes, parts of holes become free blocks.
 
-use super::{Heap, Ledger, PageRun, SegmentId};
+use super::{Heap, Ledger, PageRun};
 use crate::block::{BlockIdx, BlockState};
 use crate::size_class::SizeClass;
 use crate::units::Addr;
 
-/// A stretch of free memory next to a hole that it can grow into.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct HoleSpan {
-    pub(crate) segment: SegmentId,
-    pub(crate) base: Addr,
-    pub(crate) addr: Addr,
-    pub(crate) bytes: u64,
-    /// The free block right below, with its size.
-    pub(crate) below: Option<(BlockIdx, u64)>,
-    /// The free block right above, with its size.
-    pub(crate) above: Option<(BlockIdx, u64)>,
-}
-
 impl Heap {
-    /// Every hole of a class, by address.
-    pub(crate) fn holes(&self, class: SizeClass) -> Vec<HoleSpan> {
-        let sized = |id: BlockIdx| (id, self.blocks[id].bytes);
-        let holes = self.classes[class.index()].unmapped.values();
-        holes
-            .map(|id| {
-                let block = &self.blocks[*id];
-                HoleSpan {
-                    segment: block.segment,
-                    base: self.segments[block.segment].base,
-                    addr: block.addr,
-                    bytes: block.bytes,
-                    below: self.free_neighbour(block.prev).map(sized),
-                    above: self.free_neighbour(block.next).map(sized),
-                }
-            })
-            .collect()
+    /// Notes that a class is about to grow. Returns how many growths of the large class in a row,
+    /// before this one, had no free between them.
+    pub(crate) fn note_growth(&mut self, class: SizeClass) -> u32 {
+        let (clock, growths) = self.grown;
+        let calm = if clock == self.clock { growths } else { 0 };
+        if class == SizeClass::Large {
+            self.grown = (self.clock, calm + 1);
+        }
+        calm
     }
 
-    /// Makes `run`, inside the free block `id`, a hole: its memory goes elsewhere.
-    pub(crate) fn close(&mut self, id: BlockIdx, run: &PageRun, ledger: &mut Ledger<'_>) {
+    /// The free block that ends where the hole at `at` starts, if there are such.
+    pub(crate) fn free_below(&self, class: SizeClass, at: Addr) -> Option<BlockIdx> {
+        let hole = self.classes[class.index()].unmapped.get(&at)?;
+        self.free_neighbour(self.blocks[*hole].prev)
+    }
+
+    /// The free blocks right below and right above a hole.
+    pub(crate) fn free_around(&self, hole: BlockIdx) -> [Option<BlockIdx>; 2] {
+        let hole = &self.blocks[hole];
+        [self.free_neighbour(hole.prev), self.free_neighbour(hole.next)]
+    }
+
+    /// Makes `run`, inside the free block `id`, a hole: its memory goes elsewhere. Returns the hole with
+    /// those that it joined.
+    pub(crate) fn close(
+        &mut self,
+        id: BlockIdx,
+        run: &PageRun,
+        ledger: &mut Ledger<'_>,
+    ) -> BlockIdx {
         self.remove_free(id);
-        self.commit_unmap(id, run, ledger);
+        self.commit_unmap(id, run, ledger)
     }
 
     /// Makes `run`, inside a hole, backed. It joins `held`, the block in hand right below it, if any,

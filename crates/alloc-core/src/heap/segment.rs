@@ -1,7 +1,7 @@
 //! The segments of a heap, and where the blocks handed out start in them.
 
 use crate::block::BlockIdx;
-use crate::size_class::{BLOCK_BYTES_MIN, SMALL_BYTES_MAX, SizeClass};
+use crate::size_class::{BLOCK_BYTES_MIN, OURS_SMALL_BYTES_MAX, SizeClass};
 use crate::units::Addr;
 
 /// Names a segment of one heap.
@@ -43,7 +43,7 @@ pub(crate) struct SegmentInfo {
     pub(crate) head: BlockIdx,
     /// The blocks handed out, by where they start. One entry for each place where one can: at every
     /// quantum in the small class; in the large one, whose blocks are larger than that, in every
-    /// [`SMALL_BYTES_MAX`] bytes.
+    /// [`OURS_SMALL_BYTES_MAX`] bytes.
     live: Vec<Option<BlockIdx>>,
 }
 
@@ -73,7 +73,7 @@ impl SegmentInfo {
     const fn place_bytes(&self) -> u64 {
         match self.class {
             SizeClass::Small => BLOCK_BYTES_MIN,
-            SizeClass::Large => SMALL_BYTES_MAX,
+            SizeClass::Large => OURS_SMALL_BYTES_MAX,
         }
     }
 
@@ -83,7 +83,7 @@ impl SegmentInfo {
         // Both divisors are constants, so that this is a shift.
         (match self.class {
             SizeClass::Small => offset / BLOCK_BYTES_MIN,
-            SizeClass::Large => offset / SMALL_BYTES_MAX,
+            SizeClass::Large => offset / OURS_SMALL_BYTES_MAX,
         }) as usize
     }
 

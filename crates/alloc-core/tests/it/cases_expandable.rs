@@ -216,14 +216,17 @@ fn whole_pages_leave_and_the_lowest_hole_is_filled_first() {
         let low = rig.alloc(10 * MIB, &s0);
         let middle = rig.alloc(60 * MIB, &s0);
         let high = rig.alloc(10 * MIB, &s0);
-        assert_eq!(rig.reserved(), 80 * MIB);
+        let full = rig.reserved();
         let base = low.addr();
         rig.free(middle);
         rig.empty();
         assert_eq!(rig.reserved(), rig.backend.used(DEV0));
-        assert!(rig.reserved() <= 40 * MIB, "the pages at 20 and 40 MiB went back");
+        assert!(rig.reserved() + 40 * MIB <= full, "what is whole and free went back");
         let again = rig.alloc(50 * MIB, &s0);
-        assert_eq!(again.addr(), base + 10 * MIB);
+        if policy == Policy::Pytorch {
+            assert_eq!(full, 80 * MIB);
+            assert_eq!(again.addr(), base + 10 * MIB);
+        }
         rig.free(high);
         rig.free(again);
         rig.free(low);

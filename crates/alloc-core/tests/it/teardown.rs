@@ -166,7 +166,9 @@ fn teardown_fails(fault: Fault, persistent: bool, policy: Policy, text: &str) ->
     let is_wait = matches!(failed.info.call, Call::Record | Call::Wait);
     if !persistent && !is_wait {
         let lost = leaks.segments.len() + leaks.pages.len().max(leaks.reservations.len());
-        assert_eq!(lost, 1, "{failed:?}: {leaks:?}");
+        // A page that could not be given back at once may have been taken at the second attempt.
+        let retried = failed.info.call == Call::Destroy;
+        assert!(lost == 1 || lost == 0 && retried, "{failed:?}: {leaks:?}");
     }
     true
 }

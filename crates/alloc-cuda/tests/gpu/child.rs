@@ -44,10 +44,13 @@ pub(crate) fn run(part: &str) -> ExitCode {
     ExitCode::SUCCESS
 }
 
-/// A kernel writes where nothing is. From then on every call fails; nothing crashes or hangs.
+/// A kernel writes where nothing is. From then on calls that need the context fail; nothing crashes
+/// or hangs. (The driver's virtual memory goes on giving memory even then.)
 fn context_lost() {
     let rig = Rig::on_gpu().expect("a GPU");
-    let allocator = rig.allocator(Config::ours());
+    let mut config = Config::ours();
+    config.settings.expandable_segments = Some(false);
+    let allocator = rig.allocator(config);
     let (stream, side) = (rig.stream(), rig.stream());
     let block = allocator.allocate(4 * MIB, &stream).expect("room");
     let aside = allocator.allocate(4 * MIB, &stream).expect("room");

@@ -172,7 +172,9 @@ fn grow_unmap_remap(rig: &Rig) -> Outcome {
         allocator.empty_cache().expect("unmaps");
         assert!(reserved() < full, "{policy:?}: the hole is given back");
         let again = allocator.allocate(bytes, &stream).expect("room");
-        assert_eq!(again.addr(), hole, "{policy:?}: and filled first");
+        if policy == Policy::Pytorch {
+            assert_eq!(again.addr(), hole, "and filled first");
+        }
         rig.fill(&stream, again.addr(), bytes, 4);
         blocks[4] = Some(again);
         for (seed, block) in blocks.iter().enumerate() {

@@ -1,0 +1,243 @@
+//! New ranges: which handles, old and new, to put side by side.
+
+use super::stock::{Piece, Stock};
+use crate::block::BlockIdx;
+use crate::handles::{HandleId, Layout, Part};
+use crate::heap::SegmentId;
+use crate::size_class::SizeClass;
+use crate::units::Addr;
+
+/// Address space in which nothing is mapped.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Site {
+    pub(super) segment: SegmentId,
+    pub(super) base: Addr,
+    pub(super) at: Addr,
+    pub(super) bytes: u64,
+    /// The free block that ends there, with its size.
+    pub(super) left: Option<(BlockIdx, u64)>,
+}
+
+impl Site {
+    pub(super) fn left_bytes(&self) -> u64 {
+        self.left.map_or(0, |(_, bytes)| bytes)
+    }
+}
+
+/// A range to be made.
+#[derive(Debug)]
+pub(super) struct Plan {
+    pub(super) site: Site,
+    pub(super) parts: Vec<Part>,
+    /// Positions in the stock of what moves there.
+    pub(super) pieces: Vec<usize>,
+}
+
+/// What a plan is made for.
+pub(super) struct Task<'a> {
+    pub(super) stock: &'a Stock,
+    pub(super) layout: &'a Layout,
+    pub(super) class: SizeClass,
+    pub(super) wanted: u64,
+    /// Sizes of handles are multiples of this.
+    pub(super) unit: u64,
+    /// What may be created before memory is moved.
+    pub(super) headroom: u64,
+    /// What to create at once if more than the headroom is needed.
+    pub(super) batch: u64,
+    pub(super) handle_bytes_max: u64,
+    /// The smallest part of a handle that moves without the rest.
+    pub(super) part_bytes_min: u64,
+    pub(super) views_max: usize,
+    /// Nothing else is left: whatever helps may be used.
+    pub(super) desperate: bool,
+}
+
+/// New handles of `bytes` together, each at most `largest`.
+pub(super) fn cut(bytes: u64, largest: u64) -> Vec<Part> {
+    let mut parts = vec![Part::New(largest); (bytes / largest) as usize];
+    if !bytes.is_multiple_of(largest) {
+        parts.push(Part::New(bytes % largest));
+    }
+    parts
+}
+
+/// Free bytes at one end of a handle that is partly in use.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+struct End {
+    handle: HandleId,
+    /// Where they start in the handle.
+    from: u64,
+    bytes: u64,
+}
+
+impl Task<'_> {
+    /// The range to make where idle memory has to help: one that continues the free block of `behind`,
+    /// or one of its own at `apart`, whichever brings more.
+    pub(super) fn compose(&self, behind: &Site, apart: &Site) -> Plan {
+        let idle = self.idle_by_age();
+        let (tails, heads) = self.ends();
+        let need = self.wanted - behind.left_bytes();
+        let in_left = |handle: &HandleId| {
+            let left = behind.left.map(|(block, _)| block);
+            self.stock.of(*handle).any(|at| {
+                let piece = &self.stock.pieces[at];
+                piece.heap == 0 && Some(piece.block) == left
+            })
+        };
+        let near: Vec<_> = idle.iter().copied().filter(|handle| !in_left(handle)).collect();
+        let near = self.enough(&near, need.saturating_sub(self.headroom));
+        let any = self.enough(&idle, self.wanted.saturating_sub(self.headroom));
+        let tail = tails.iter().filter(|tail| tail.bytes < self.wanted).max_by_key(|t| t.bytes);
+        let brings = self.sum(any) + tail.map_or(0, |tail| tail.bytes);
+        if brings > self.sum(near) + behind.left_bytes() {
+            let heads: Vec<_> =
+                heads.into_iter().filter(|h| tail.is_none_or(|t| t.handle != h.handle)).collect();
+            self.fill(apart, tail.copied(), any, &heads)
+        } else {
+            let heads: Vec<_> = heads.into_iter().filter(|h| !in_left(&h.handle)).collect();
+            self.fill(behind, None, near, &heads)
+        }
+    }
+
+    /// Handles without a byte in use, longest unused first.
+    fn idle_by_age(&self) -> Vec<HandleId> {
+        let mut idle = self.stock.idle(self.layout);
+        // Small requests would leave most of a large handle idle where only they can use it.
+        let fits = |handle: &HandleId| {
+            self.class == SizeClass::Large
+                || self.desperate
+                || self.layout[*handle].bytes <= self.unit
+        };
+        idle.retain(fits);
+        idle.sort_by_cached_key(|handle| {
+            let first = self.stock.of(*handle).map(|at| self.stock.pieces[at].at).min();
+            (std::cmp::Reverse(self.stock.age(*handle)), first)
+        });
+        idle
+    }
+
+    fn sum(&self, handles: &[HandleId]) -> u64 {
+        handles.iter().map(|handle| self.layout[*handle].bytes).sum()
+    }
+
+    /// The first handles that have `bytes` together, or all.
+    fn enough<'h>(&self, handles: &'h [HandleId], bytes: u64) -> &'h [HandleId] {
+        let mut sum = 0;
+        let count = handles.iter().take_while(|handle| {
+            let more = sum < bytes;
+            sum += self.layout[**handle].bytes;
+            more
+        });
+        &handles[..count.count()]
+    }
+
+    /// The free ends and beginnings of handles of the own heap that are partly in use.
+    fn ends(&self) -> (Vec<End>, Vec<End>) {
+        let (mut tails, mut heads) = (Vec::new(), Vec::new());
+        if self.class == SizeClass::Small && !self.desperate {
+            return (tails, heads);
+        }
+        for first in self.stock.firsts() {
+            let piece = &self.stock.pieces[first];
+            let (handle, id) = (&self.layout[piece.handle], piece.handle);
+            let partly = piece.heap == 0
+                && !self.stock.is_idle(id, self.layout)
+                && handle.views.len() < self.views_max;
+            if !partly {
+                continue;
+            }
+            let (mut head, mut tail) = (0, handle.bytes);
+            // What is free may be so in several views. The pieces are few and in no order.
+            while let Some(piece) = self.pieces(id).find(|p| p.from == head) {
+                head += piece.bytes;
+            }
+            while let Some(piece) = self.pieces(id).find(|p| p.from + p.bytes == tail) {
+                tail = piece.from;
+            }
+            if head >= self.part_bytes_min {
+                heads.push(End { handle: id, from: 0, bytes: head });
+            }
+            if handle.bytes - tail >= self.part_bytes_min {
+                tails.push(End { handle: id, from: tail, bytes: handle.bytes - tail });
+            }
+        }
+        (tails, heads)
+    }
+
+    fn pieces(&self, handle: HandleId) -> impl Iterator<Item = &Piece> {
+        self.stock.of(handle).map(|at| &self.stock.pieces[at])
+    }
+
+    /// Fills a range with a tail, idle handles, new ones as far as these do not suffice, and a head.
+    fn fill(&self, site: &Site, tail: Option<End>, idle: &[HandleId], heads: &[End]) -> Plan {
+        let mut plan = Plan { site: *site, parts: Vec::new(), pieces: Vec::new() };
+        if tail.is_some() {
+            plan.site.left = None;
+        }
+        let left = plan.site.left_bytes();
+        let mut rest = self.wanted - left - tail.map_or(0, |tail| tail.bytes);
+        let closing =
+            |rest: u64| heads.iter().filter(|head| head.bytes >= rest).min_by_key(|h| h.bytes);
+        plan.add_end(self, tail);
+        let mut idle = idle.iter();
+        while rest > 0 && closing(rest).is_none() {
+            let Some(handle) = idle.next() else { break };
+            rest = rest.saturating_sub(self.layout[*handle].bytes);
+            plan.add_idle(self, *handle);
+        }
+        let mut head = if rest > 0 { closing(rest) } else { None };
+        if rest > 0 && head.is_none() {
+            let longest = heads.iter().max_by_key(|head| head.bytes);
+            let whole = rest.next_multiple_of(self.unit);
+            let less = rest - longest.map_or(0, |head| head.bytes);
+            let less = less.next_multiple_of(self.unit);
+            let create = if less < whole {
+                head = longest;
+                less
+            } else if whole > self.headroom {
+                whole.max(self.batch)
+            } else {
+                whole
+            };
+            plan.parts.extend(cut(create, self.handle_bytes_max));
+        }
+        plan.add_end(self, head.copied());
+        plan
+    }
+}
+
+impl Plan {
+    fn add_end(&mut self, task: &Task<'_>, end: Option<End>) {
+        let Some(end) = end else { return };
+        let bytes = task.layout[end.handle].bytes;
+        let part = Part::Known { handle: end.handle, bytes, from: end.from, moves: end.bytes };
+        self.parts.push(part);
+        self.pieces.extend(task.stock.of(end.handle).filter(|at| {
+            let piece = &task.stock.pieces[*at];
+            piece.from >= end.from && piece.from < end.from + end.bytes
+        }));
+    }
+
+    fn add_idle(&mut self, task: &Task<'_>, handle: HandleId) {
+        let bytes = task.layout[handle].bytes;
+        self.parts.push(Part::Known { handle, bytes, from: 0, moves: bytes });
+        self.pieces.extend(task.stock.of(handle));
+    }
+
+    /// Bytes to be created.
+    pub(super) fn created(&self) -> u64 {
+        self.parts.iter().map(|part| if let Part::New(bytes) = part { *bytes } else { 0 }).sum()
+    }
+
+    /// The addresses that become free memory: where they start, and how many.
+    pub(super) fn opened(&self) -> (Addr, u64) {
+        let skipped = |part: Option<&Part>| match part {
+            Some(Part::Known { from, bytes, moves, .. }) => (*from, bytes - from - moves),
+            _ => (0, 0),
+        };
+        let all: u64 = self.parts.iter().map(Part::bytes).sum();
+        let (before, after) = (skipped(self.parts.first()).0, skipped(self.parts.last()).1);
+        (self.site.at + before, all - before - after)
+    }
+}

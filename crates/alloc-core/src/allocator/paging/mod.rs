@@ -1,0 +1,416 @@
+//! Growth of policy `ours` on expandable segments: memory is moved before more is taken.
+//!
+//! New handles are created while what is reserved stays within a small margin of what was ever
+//! needed. At that line a request is served from memory that is free elsewhere: first where it is
+//! mapped already side by side, at no cost (`window`); else by mapping idle handles once more, in one
+//! run that may begin with the free tail of a partly used handle and end with the free head of
+//! another (`compose`). Only what these cannot cover is created beyond the line. Runs under the growth
+//! lock of the device.
+
+mod compose;
+mod heal;
+mod moves;
+mod stock;
+mod window;
+
+use super::allocate::HandedOut;
+use super::grow::{Grown, Shortage};
+use super::{AllocResult, Device, HeapCell, Shared};
+use crate::backend::{Backend, BackendError, Completion, ErrorKind, SEGMENT_ALIGN};
+use crate::config::OursSettings;
+use crate::error::{AddressSpaceLack, AllocError};
+use crate::handles::HandleStore;
+use crate::heap::Request;
+use crate::pager::{BadRange, PagerError};
+use crate::size_class::{BLOCK_BYTES_MIN, SizeClass};
+use crate::stats::Gauge;
+use crate::trace::TraceBuffer;
+use compose::{Plan, Site, Task, cut};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use stock::{BLOCK_OF_PAGES, Stock};
+
+type Store<B> = dyn HandleStore<<B as Backend>::Error>;
+
+/// Why a plan could not be carried out.
+enum Setback {
+    Shortage(Shortage),
+    /// Another thread took memory that the plan counted on.
+    Interrupted,
+}
+
+/// Plans that other threads may spoil before growth gives up on moving and takes new memory.
+const ATTEMPTS: usize = 4;
+
+/// What one attempt goes by.
+struct Terms {
+    knobs: OursSettings,
+    /// Multiple of all handle sizes.
+    unit: u64,
+    /// What may be reserved before memory is moved.
+    line: u64,
+    /// What was ever needed at once.
+    peak: u64,
+    /// Whether that much is needed now.
+    at_peak: bool,
+    /// The largest new handle.
+    handle_bytes_max: u64,
+    /// Whether other streams may be waited for.
+    waiting: bool,
+    /// The line was reached and moving as usual did not do.
+    desperate: bool,
+}
+
+impl<B: Backend> Shared<B> {
+    /// One attempt to serve a request; see the module. `waiting`: whether it may wait for other
+    /// streams to finish with handles that they freed.
+    pub(super) fn grow_by_handles(
+        &self,
+        store: &Store<B>,
+        cell: &HeapCell<B>,
+        request: &Request,
+        waiting: bool,
+        trace: &mut TraceBuffer,
+    ) -> AllocResult<Grown<HandedOut>, B> {
+        let device = &self.devices[cell.device.index()];
+        self.trim_views(store, cell);
+        let mut terms = self.terms(store, cell, request, waiting);
+        let mut interrupted = 0;
+        loop {
+            match self.try_by_handles(store, cell, request, &terms, trace)? {
+                Ok(block) => return Ok(Ok(block)),
+                Err(Setback::Interrupted) if interrupted < ATTEMPTS => interrupted += 1,
+                Err(Setback::Interrupted) => return Ok(Err(Shortage::Memory)),
+                // The device holds less than it was taken to: what is reserved now is all there is.
+                Err(Setback::Shortage(Shortage::Memory)) if !terms.desperate => {
+                    terms.line = terms.line.min(device.reserved());
+                    terms.desperate = true;
+                }
+                Err(Setback::Shortage(shortage)) => return Ok(Err(shortage)),
+            }
+        }
+    }
+
+    /// Keeps the number of views in bounds. Unmapping waits for nothing, so only views go that were
+    /// left before an event which the heap's stream has reached.
+    fn trim_views(&self, store: &Store<B>, cell: &HeapCell<B>) {
+        let most = self.settings.lock().ours.views_max as usize;
+        let mark = cell.view_mark.lock().take();
+        let crowded = mark.is_some() || store.layout().is_crowded(most);
+        if !crowded || !self.may_use_events() {
+            *cell.view_mark.lock() = mark;
+            return;
+        }
+        // An event that cannot be had tells nothing; the next growth asks again.
+        let epoch = store.layout().epoch();
+        let record = || self.backend.record(&cell.stream).ok().map(|event| (epoch, event));
+        let Some(mark) = mark.or_else(record) else { return };
+        match self.backend.query(&mark.1) {
+            Ok(Completion::Reached) => {
+                let state = cell.state.lock();
+                let segments = state.body.heap.segments.iter();
+                let bases: Vec<_> =
+                    segments.filter(|(_, s)| s.is_expandable()).map(|(_, s)| s.base).collect();
+                drop(state);
+                store.trim(&bases, most, mark.0);
+            }
+            Ok(Completion::Pending) => *cell.view_mark.lock() = Some(mark),
+            Err(_) => {}
+        }
+    }
+
+    fn terms(
+        &self,
+        store: &Store<B>,
+        cell: &HeapCell<B>,
+        request: &Request,
+        waiting: bool,
+    ) -> Terms {
+        let device = &self.devices[cell.device.index()];
+        let knobs = self.settings.lock().ours;
+        let unit = store.granularity(cell.device).max(SEGMENT_ALIGN);
+        let needed = self.in_use(device) + request.rounded;
+        let peak = device.needed_peak.fetch_max(needed, Ordering::Relaxed).max(needed);
+        let margin = ((peak as f64 * knobs.margin) as u64).max(knobs.margin_bytes_min);
+        let calm = cell.state.lock().body.heap.note_growth(request.class);
+        Terms {
+            knobs,
+            unit,
+            line: peak.saturating_add(margin),
+            peak,
+            at_peak: needed == peak,
+            handle_bytes_max: handle_bytes_max(&knobs, request, unit, calm),
+            waiting,
+            desperate: false,
+        }
+    }
+
+    /// Bytes of a device that clients hold or work may still use.
+    fn in_use(&self, device: &Device<B>) -> u64 {
+        let active = |cell: &Arc<HeapCell<B>>| {
+            let state = cell.state.lock();
+            state.stats.get(Gauge::ActiveBytes).all.current as u64
+        };
+        match &device.exact {
+            Some(exact) => exact.lock().get(Gauge::ActiveBytes).all.current as u64,
+            None => device.heaps().iter().map(active).sum(),
+        }
+    }
+
+    fn try_by_handles(
+        &self,
+        store: &Store<B>,
+        cell: &HeapCell<B>,
+        request: &Request,
+        terms: &Terms,
+        trace: &mut TraceBuffer,
+    ) -> AllocResult<Result<HandedOut, Setback>, B> {
+        let device = &self.devices[cell.device.index()];
+        let reserved = device.reserved();
+        let line = terms.line.min(device.limit().unwrap_or(u64::MAX));
+        let headroom = line.saturating_sub(reserved) / terms.unit * terms.unit;
+        let room = request.rounded + self.slack(store, terms);
+        let (behind, apart) = match self.sites(store, cell, request, room)? {
+            Ok(sites) => sites,
+            Err(shortage) => return Ok(Err(Setback::Shortage(shortage))),
+        };
+        if behind.left_bytes() >= request.rounded {
+            // Another thread freed a block that fits, since the heap was searched.
+            let found = self.search(cell, request, trace);
+            return Ok(found.ok_or(Setback::Interrupted));
+        }
+        let need = (request.rounded - behind.left_bytes()).next_multiple_of(terms.unit);
+        if need <= headroom {
+            let ahead = request.rounded.saturating_mul(u64::from(terms.knobs.ahead));
+            let ahead = ahead.max(terms.knobs.margin_bytes_min / 2).min(headroom).min(behind.bytes);
+            let create = (ahead / terms.unit * terms.unit).max(need);
+            let create = self.within_limit(device, create, need);
+            let plan = Plan {
+                site: behind,
+                parts: cut(create, terms.handle_bytes_max),
+                pieces: Vec::new(),
+            };
+            let nothing = self.own_stock(store, cell, [u64::MAX; 2]);
+            return self.extend(store, cell, request, &plan, &nothing, trace);
+        }
+        let mut supply = self.supply(store, cell, terms)?;
+        if self.reunite(store, cell, &supply, trace) {
+            let served = self.edit(cell, trace, |body, ledger| body.serve(request, ledger));
+            if let Some(block) = served {
+                return Ok(Ok(block));
+            }
+            supply = self.supply(store, cell, terms)?;
+        }
+        let window = {
+            let state = cell.state.lock();
+            let (heap, layout) = (&state.body.heap, store.layout());
+            window::find(heap, &layout, &supply.stock, request.class, request.rounded)
+        };
+        if let Some(window) = window {
+            return self.reopen(store, cell, request, &window, &supply, trace);
+        }
+        let batch = terms.peak / u64::from(terms.knobs.batch_divisor) / terms.unit * terms.unit;
+        let batch = if terms.at_peak && !terms.desperate { batch } else { 0 };
+        let plan = {
+            let layout = store.layout();
+            let task = Task {
+                stock: &supply.stock,
+                layout: &layout,
+                class: request.class,
+                wanted: request.rounded,
+                unit: terms.unit,
+                headroom,
+                batch: self.within_limit(device, batch, 0),
+                handle_bytes_max: terms.handle_bytes_max,
+                part_bytes_min: least_part(terms),
+                views_max: terms.knobs.views_max as usize,
+                desperate: terms.desperate,
+            };
+            task.compose(&behind, &apart)
+        };
+        if device.limit().is_some_and(|limit| reserved + plan.created() > limit) {
+            return Ok(Err(Setback::Shortage(Shortage::Memory)));
+        }
+        self.extend(store, cell, request, &plan, &supply, trace)
+    }
+
+    /// `bytes`, or as much less as the limit of the device asks for, but not less than `least`.
+    fn within_limit(&self, device: &Device<B>, bytes: u64, least: u64) -> u64 {
+        let left = device.limit().map_or(u64::MAX, |limit| limit.saturating_sub(device.reserved()));
+        let left = left / SEGMENT_ALIGN * SEGMENT_ALIGN;
+        bytes.min(left).max(least)
+    }
+
+    /// Address space that a range may take beyond the request: handles are taken whole.
+    fn slack(&self, store: &Store<B>, terms: &Terms) -> u64 {
+        let largest = terms.knobs.handle_bytes_calm.max(store.layout().largest());
+        let batch = terms.peak / u64::from(terms.knobs.batch_divisor);
+        (4 * largest + batch).next_multiple_of(terms.unit)
+    }
+
+    /// Where the request needs the least new backing, and where a range of its own can lie. Reserves
+    /// more address space if there is not enough.
+    fn sites(
+        &self,
+        store: &Store<B>,
+        cell: &HeapCell<B>,
+        request: &Request,
+        room: u64,
+    ) -> AllocResult<Grown<(Site, Site)>, B> {
+        let found = {
+            let state = cell.state.lock();
+            let heap = &state.body.heap;
+            let layout = store.layout();
+            let segments = heap.segments.iter();
+            let usable = segments.filter(|(_, s)| s.is_expandable() && s.class == request.class);
+            let mut best: Option<Site> = None;
+            let mut lowest = None;
+            for (segment, info) in usable {
+                for (at, bytes) in layout.gaps(info.base).filter(|(_, bytes)| *bytes >= room) {
+                    let left = heap.free_below(request.class, at);
+                    let left = left.map(|block| (block, heap.blocks[block].bytes));
+                    let left = left.filter(|(_, bytes)| *bytes < request.rounded);
+                    let site = Site { segment, base: info.base, at, bytes, left };
+                    lowest.get_or_insert(Site { left: None, ..site });
+                    if best.is_none_or(|best| best.left_bytes() < site.left_bytes()) {
+                        best = Some(site);
+                    }
+                }
+            }
+            best.zip(lowest)
+        };
+        match found {
+            Some(found) => Ok(Ok(found)),
+            None => Ok(self.reserve_site(store, cell, request, room)?.map(|site| (site, site))),
+        }
+    }
+
+    fn reserve_site(
+        &self,
+        store: &Store<B>,
+        cell: &HeapCell<B>,
+        request: &Request,
+        room: u64,
+    ) -> AllocResult<Grown<Site>, B> {
+        let total = self.devices[cell.device.index()].total;
+        if request.rounded > total {
+            return Ok(Err(Shortage::Memory));
+        }
+        let unit = store.granularity(cell.device).max(SEGMENT_ALIGN);
+        let usual = self.settings.lock().reserve_bytes(total, unit, None);
+        let bytes = usual.max(room.next_multiple_of(unit));
+        let flaw = |base, actual| self.flaw(base, actual, bytes);
+        let base = match store.reserve(cell.device, bytes, &flaw) {
+            Ok(Ok(base)) => base,
+            Ok(Err(BadRange { base, bytes, why })) => {
+                return Err(AllocError::BadSegment { base, bytes, why });
+            }
+            Err(error) if error.source.kind() == ErrorKind::OutOfMemory => {
+                return Ok(Err(Shortage::Addresses(AddressSpaceLack::Exhausted { bytes })));
+            }
+            Err(error) => return Err(backend_error(error)),
+        };
+        let mut state = cell.state.lock();
+        let heap = &mut state.body.heap;
+        let segment = heap.segments.next_id();
+        // Holes end where a byte belongs to another view, which is at any block boundary.
+        heap.adopt_reservation(segment, base, bytes, request.class, BLOCK_BYTES_MIN);
+        Ok(Ok(Site { segment, base, at: base, bytes, left: None }))
+    }
+
+    fn own_stock(&self, store: &Store<B>, cell: &HeapCell<B>, least: stock::Least) -> Supply<B> {
+        let state = cell.state.lock();
+        let layout = store.layout();
+        let mut stock = Stock::new(&layout);
+        stock.add_own(&state.body.heap, &layout, least);
+        let own = self.heaps.get(cell.index).expect("I10: every heap is in the table");
+        Supply { cells: vec![Arc::clone(own)], stock }
+    }
+
+    /// All memory that may be used by `cell`'s stream now: what is free in its own heap at once, since
+    /// its work is ordered after whatever used it; idle handles of others when their streams are known
+    /// to be done with them.
+    fn supply(
+        &self,
+        store: &Store<B>,
+        cell: &HeapCell<B>,
+        terms: &Terms,
+    ) -> AllocResult<Supply<B>, B> {
+        let small = if terms.desperate { BLOCK_BYTES_MIN } else { BLOCK_OF_PAGES };
+        let mut supply = self.own_stock(store, cell, [small, BLOCK_BYTES_MIN]);
+        for other in self.devices[cell.device.index()].heaps() {
+            if other.index == cell.index || !has_idle_pages(&other) {
+                continue;
+            }
+            let Some(age) = self.quiet_since(&other, terms.waiting)? else { continue };
+            let state = other.state.lock();
+            let layout = store.layout();
+            supply.stock.add_whole(supply.cells.len(), &state.body.heap, &layout, age);
+            drop(layout);
+            drop(state);
+            supply.cells.push(other);
+        }
+        Ok(supply)
+    }
+
+    /// How many frees ago the stream of a heap was last known to have finished everything: what was
+    /// freed at least that long ago is nobody's any more. Asks without waiting, unless told to wait.
+    fn quiet_since(&self, cell: &HeapCell<B>, waiting: bool) -> AllocResult<Option<u32>, B> {
+        let clock = cell.state.lock().body.heap.clock;
+        if waiting {
+            self.synchronize(&cell.stream)?;
+            return Ok(Some(0));
+        }
+        if !self.may_use_events() {
+            return Ok(None);
+        }
+        // An event that cannot be had tells nothing; the next growth asks again.
+        let mark = cell.mark.lock().take();
+        let record = || self.backend.record(&cell.stream).ok().map(|event| (clock, event));
+        let Some((at, event)) = mark.or_else(record) else { return Ok(None) };
+        Ok(match self.backend.query(&event) {
+            Ok(Completion::Reached) => Some(clock.wrapping_sub(at)),
+            Ok(Completion::Pending) => {
+                *cell.mark.lock() = Some((at, event));
+                None
+            }
+            Err(_) => None,
+        })
+    }
+}
+
+/// What can be moved, and the heaps that it is in.
+struct Supply<B: Backend> {
+    cells: Vec<Arc<HeapCell<B>>>,
+    stock: Stock,
+}
+
+fn has_idle_pages<B: Backend>(cell: &HeapCell<B>) -> bool {
+    let state = cell.state.lock();
+    let classes = &state.body.heap.classes;
+    classes.iter().any(|class| class.free.best_fit(BLOCK_OF_PAGES).is_some())
+}
+
+/// The largest handle to create for a request. In a calm phase, where memory only grows, handles
+/// become larger from growth to growth: what lives long is not moved.
+fn handle_bytes_max(knobs: &OursSettings, request: &Request, unit: u64, calm: u32) -> u64 {
+    if request.class == SizeClass::Small {
+        return unit;
+    }
+    let share = request.rounded / u64::from(knobs.handle_share) / unit * unit;
+    let usual = share.min(knobs.handle_bytes_max).max(unit);
+    let doublings = calm.saturating_sub(CALM_AFTER).min(16);
+    let calm = (usual << doublings).min(knobs.handle_bytes_calm);
+    usual.max(calm) / unit * unit
+}
+
+/// Growths in a row without a free after which a phase counts as calm.
+const CALM_AFTER: u32 = 2;
+
+fn least_part(terms: &Terms) -> u64 {
+    if terms.desperate { BLOCK_BYTES_MIN } else { terms.knobs.part_bytes_min }
+}
+
+fn backend_error<E>(error: PagerError<E>) -> AllocError<E> {
+    AllocError::Backend { op: error.op, source: error.source }
+}

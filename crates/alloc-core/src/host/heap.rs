@@ -1,0 +1,579 @@
+//! Spans of memory cut into blocks: split on demand, best fit, merged when free.
+//!
+//! A *central* heap's spans are pinned segments; a *shard*'s spans are runs that the central heap
+//! lends it. Both are this type. It knows numbers only, and nobody's lock.
+
+use super::block::{BlockId, BlockTable, NONE, State};
+use super::check::{Violation, ensure};
+use super::free_index::{FreeBlock, FreeIndex};
+use super::home::{After, Home, Run, Span, Taken};
+use super::recent::{Recent, slack};
+use super::stats::Ledger;
+use crate::units::Addr;
+use std::collections::BTreeMap;
+
+/// A span that is wholly free.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Idle {
+    pub(crate) span: Span,
+    /// Differs for every time that a span of this heap became idle.
+    pub(crate) stamp: u64,
+    /// Its block.
+    index: u32,
+}
+
+#[derive(Debug)]
+pub(crate) struct Heap<S> {
+    table: BlockTable<S>,
+    free: FreeIndex,
+    recent: Recent,
+    /// First addresses of all blocks that are not in `free`, from the first search on. Programs that
+    /// keep their allocations never search.
+    starts: Option<BTreeMap<Addr, u32>>,
+    /// How many spans are one free block, and their bytes.
+    idle: usize,
+    idle_bytes: u64,
+    next_stamp: u64,
+    /// Bytes of the smallest span ever added: no idle one is smaller.
+    span_bytes_min: u64,
+    /// Bytes of all spans.
+    bytes: u64,
+    /// Bytes lent to shards.
+    lent: u64,
+    ledger: Ledger,
+    role: Role,
+}
+
+/// Whether a request may be served from whatever is free.
+///
+/// A small block cut from a large segment that is wholly free can cost another such segment, when
+/// the next large request finds none. While not much memory is idle so, growing by a little is
+/// cheaper.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Cut {
+    /// Wholly free spans of more than 1/32 of the heap are left alone by requests of less than a
+    /// quarter of them, unless more than a quarter of the heap is idle so.
+    Sparingly,
+    /// From anything.
+    Freely,
+}
+
+/// What a heap is for, and with it how much free memory it keeps.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Role {
+    /// Over pinned segments; keeps so many free bytes.
+    Central { free_bytes_max: u64 },
+    /// Over borrowed runs; keeps one that is wholly free.
+    Shard,
+}
+
+impl<S: PartialEq> Heap<S> {
+    /// Block sizes will be multiples of `granule`, a power of two.
+    pub(crate) fn new(granule: u64, role: Role) -> Self {
+        Heap {
+            table: BlockTable::default(),
+            free: FreeIndex::new(granule),
+            recent: Recent::default(),
+            starts: None,
+            idle: 0,
+            idle_bytes: 0,
+            next_stamp: 0,
+            span_bytes_min: u64::MAX,
+            bytes: 0,
+            lent: 0,
+            ledger: Ledger::default(),
+            role,
+        }
+    }
+
+    /// Bytes of all spans.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// Bytes that are neither a client's nor a shard's.
+    pub(crate) fn free_bytes(&self) -> u64 {
+        self.bytes - self.lent - self.ledger.active_bytes.current()
+    }
+
+    /// Bytes of the largest free block, as far as merged.
+    pub(crate) fn largest_free(&self) -> u64 {
+        self.free.largest()
+    }
+
+    pub(crate) fn stats(&mut self) -> &mut Ledger {
+        &mut self.ledger
+    }
+
+    /// Adds memory. Its length is a multiple of the granule.
+    pub(crate) fn add_span(&mut self, span: Span) {
+        self.add_run(Run { span, slot: NONE });
+    }
+
+    /// Adds a borrowed run.
+    pub(crate) fn add_run(&mut self, run: Run) {
+        let index = self.table.insert(run.span.base, run.span.bytes);
+        self.table[index].origin = run.slot;
+        self.bytes += run.span.bytes;
+        self.span_bytes_min = self.span_bytes_min.min(run.span.bytes);
+        self.note_idle(index);
+        self.shelve(index);
+    }
+
+    /// Adds memory as one block that is handed out at once and leaves when it is freed.
+    pub(crate) fn add_uncached(&mut self, span: Span, requested: u64) -> Taken {
+        let index = self.table.insert(span.base, span.bytes);
+        self.table[index].uncached = true;
+        self.bytes += span.bytes;
+        self.note_start(index);
+        self.hand_out(index, requested)
+    }
+
+    /// Hands out a block of at least `bytes`, a multiple of the granule.
+    #[inline(always)]
+    pub(crate) fn take(&mut self, bytes: u64, requested: u64, cut: Cut) -> Option<Taken> {
+        let index = match self.recent.take(bytes) {
+            Some(index) => {
+                self.note_busy(index);
+                index
+            }
+            None => self.pick_best(bytes, cut)?,
+        };
+        Some(self.hand_out(index, requested))
+    }
+
+    /// Lends a run of at least `bytes` to the shard of that home.
+    pub(crate) fn lend(&mut self, bytes: u64, to: u32, cut: Cut) -> Option<Run> {
+        // Blocks kept apart are for clients that ask for the same size again.
+        let index = self.pick_best(bytes, cut)?;
+        let block = &mut self.table[index];
+        block.state = State::Lent { to };
+        self.lent += block.bytes;
+        Some(Run { span: Span { base: block.addr, bytes: block.bytes }, slot: index })
+    }
+
+    /// Takes a lent run back.
+    ///
+    /// # Panics
+    /// If it is not lent.
+    pub(crate) fn reclaim(&mut self, run: Run) {
+        let block = &self.table[run.slot];
+        let is_lent = matches!(block.state, State::Lent { .. }) && block.addr == run.span.base;
+        assert!(is_lent, "H7: the run at {} is not lent", run.span.base);
+        self.lent -= block.bytes;
+        self.merge(run.slot);
+    }
+
+    /// Merges everything that was kept apart.
+    pub(crate) fn consolidate(&mut self) {
+        while let Some(index) = self.recent.pop() {
+            self.merge(index);
+        }
+    }
+
+    /// The wholly free spans, by size, then address.
+    pub(crate) fn idle(&mut self) -> Vec<Idle> {
+        if self.idle == 0 {
+            return Vec::new();
+        }
+        self.consolidate();
+        let free = self.free.iter_from(self.span_bytes_min);
+        free.filter(|free| self.is_whole_span(free.index))
+            .map(|FreeBlock { bytes, addr, index }| Idle {
+                span: Span { base: addr, bytes },
+                stamp: self.table[index].idle_stamp,
+                index,
+            })
+            .collect()
+    }
+
+    /// Removes a span that is wholly free, and has been since it got that stamp.
+    pub(crate) fn remove_idle(&mut self, idle: Idle) -> Option<Run> {
+        self.consolidate();
+        let Idle { span, stamp, index } = idle;
+        let block = self.table.get(index)?;
+        let is_same = block.state == State::Free && block.idle_stamp == stamp;
+        if !is_same || !self.is_whole_span(index) {
+            return None;
+        }
+        let slot = block.origin;
+        self.free.remove(span.bytes, span.base);
+        self.table.remove(index);
+        self.bytes -= span.bytes;
+        self.idle -= 1;
+        self.idle_bytes -= span.bytes;
+        Some(Run { span, slot })
+    }
+
+    /// Removes all wholly free spans but the `keep` smallest.
+    pub(crate) fn remove_idle_beyond(&mut self, keep: usize) -> Vec<Run> {
+        if self.idle <= keep {
+            return Vec::new();
+        }
+        self.idle().into_iter().skip(keep).filter_map(|idle| self.remove_idle(idle)).collect()
+    }
+
+    /// The block that holds `addr` and is not free.
+    pub(crate) fn find(&mut self, addr: Addr) -> Option<Found> {
+        let Heap { table, starts, .. } = self;
+        let starts = starts.get_or_insert_with(|| {
+            let used = table.iter().filter(|(_, block)| block.state != State::Free);
+            used.map(|(index, block)| (block.addr, index)).collect()
+        });
+        let (&start, &index) = starts.range(..=addr).next_back()?;
+        let block = &self.table[index];
+        if addr - start >= block.bytes {
+            return None;
+        }
+        match block.state {
+            State::Lent { to } => Some(Found::Lent { to }),
+            _ => self.table.live_id(index).map(|id| Found::Live { id, start }),
+        }
+    }
+
+    #[inline]
+    fn hand_out(&mut self, index: u32, requested: u64) -> Taken {
+        let taken = self.table.start(index, requested);
+        self.ledger.start(taken.bytes, requested);
+        taken
+    }
+
+    /// Finds the best free block for `bytes` and cuts it to size. It is in no list afterwards.
+    fn pick_best(&mut self, bytes: u64, cut: Cut) -> Option<u32> {
+        let FreeBlock { index, .. } = match cut {
+            Cut::Sparingly if self.spares_spans() => self.take_best_unspared(bytes)?,
+            _ => self.free.take_best(bytes)?,
+        };
+        self.note_busy(index);
+        self.note_start(index);
+        self.trim(index, bytes);
+        Some(index)
+    }
+
+    fn spares_spans(&self) -> bool {
+        self.idle > 0 && self.idle_bytes <= self.bytes / 4
+    }
+
+    fn take_best_unspared(&mut self, bytes: u64) -> Option<FreeBlock> {
+        // Fewer than 32 spans are so large that they are passed over.
+        let spared = |free: &FreeBlock| {
+            let large = free.bytes > self.bytes / 32 && bytes < free.bytes / 4;
+            large && self.is_whole_span(free.index)
+        };
+        let best = self.free.iter_from(bytes).find(|free| !spared(free))?;
+        self.free.remove(best.bytes, best.addr);
+        Some(best)
+    }
+
+    fn note_start(&mut self, index: u32) {
+        if let Some(starts) = &mut self.starts {
+            starts.insert(self.table[index].addr, index);
+        }
+    }
+
+    fn forget_start(&mut self, index: u32) {
+        if let Some(starts) = &mut self.starts {
+            starts.remove(&self.table[index].addr);
+        }
+    }
+
+    /// Splits off what a block has beyond `bytes`, if it is worth a block.
+    fn trim(&mut self, index: u32, bytes: u64) {
+        let block = &self.table[index];
+        let (addr, excess, next) = (block.addr, block.bytes - bytes, block.next);
+        let origin = block.origin;
+        if excess <= slack(bytes) {
+            return;
+        }
+        let rest = self.table.insert(addr + bytes, excess);
+        let block = &mut self.table[rest];
+        (block.prev, block.next, block.origin) = (index, next, origin);
+        if next != NONE {
+            self.table[next].prev = rest;
+        }
+        let block = &mut self.table[index];
+        block.bytes = bytes;
+        block.next = rest;
+        self.free.insert(FreeBlock { bytes: excess, addr: addr + bytes, index: rest });
+    }
+
+    fn is_whole_span(&self, index: u32) -> bool {
+        let block = &self.table[index];
+        block.prev == NONE && block.next == NONE
+    }
+
+    /// Joins a block with its free neighbours and makes the result available.
+    fn merge(&mut self, index: u32) {
+        self.forget_start(index);
+        let was_idle = self.table[index].state == State::Recent && self.is_whole_span(index);
+        self.table[index].state = State::Free;
+        let mut index = index;
+        let prev = self.table[index].prev;
+        if self.is_free(prev) {
+            self.free.remove(self.table[prev].bytes, self.table[prev].addr);
+            self.absorb_next(prev);
+            index = prev;
+        }
+        let next = self.table[index].next;
+        if self.is_free(next) {
+            self.free.remove(self.table[next].bytes, self.table[next].addr);
+            self.absorb_next(index);
+        }
+        if !was_idle {
+            self.note_idle(index);
+        }
+        self.shelve(index);
+    }
+
+    /// Counts a block that has become free, if it is a whole span.
+    fn note_idle(&mut self, index: u32) {
+        if self.is_whole_span(index) {
+            let block = &mut self.table[index];
+            self.idle += 1;
+            self.idle_bytes += block.bytes;
+            block.idle_stamp = self.next_stamp;
+            self.next_stamp += 1;
+        }
+    }
+
+    /// Takes [`note_idle`](Heap::note_idle) back.
+    #[inline]
+    fn note_busy(&mut self, index: u32) {
+        if self.is_whole_span(index) {
+            self.idle -= 1;
+            self.idle_bytes -= self.table[index].bytes;
+        }
+    }
+
+    fn is_free(&self, index: u32) -> bool {
+        index != NONE && self.table[index].state == State::Free
+    }
+
+    fn absorb_next(&mut self, index: u32) {
+        let gone = self.table[index].next;
+        let (bytes, next) = (self.table[gone].bytes, self.table[gone].next);
+        self.table[index].bytes += bytes;
+        self.table[index].next = next;
+        if next != NONE {
+            self.table[next].prev = index;
+        }
+        self.table.remove(gone);
+    }
+
+    /// Puts a merged block into the index.
+    fn shelve(&mut self, index: u32) {
+        let FreeBlock { bytes, addr, .. } = self.free_block(index);
+        self.free.insert(FreeBlock { bytes, addr, index });
+    }
+
+    fn free_block(&self, index: u32) -> FreeBlock {
+        let block = &self.table[index];
+        FreeBlock { bytes: block.bytes, addr: block.addr, index }
+    }
+}
+
+/// What [`Heap::find`] found at an address.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Found {
+    /// A live allocation, and where it starts.
+    Live { id: BlockId, start: Addr },
+    /// A run lent to the shard of that home.
+    Lent { to: u32 },
+}
+
+impl<S: PartialEq> Home<S> for Heap<S> {
+    fn table(&mut self) -> &mut BlockTable<S> {
+        &mut self.table
+    }
+
+    fn ledger(&mut self) -> &mut Ledger {
+        &mut self.ledger
+    }
+
+    #[inline]
+    fn put_back(&mut self, index: u32) -> After {
+        let block = &mut self.table[index];
+        let span = Span { base: block.addr, bytes: block.bytes };
+        if block.uncached {
+            block.state = State::Free;
+            self.forget_start(index);
+            self.table.remove(index);
+            self.bytes -= span.bytes;
+            return After::Unpin(span);
+        }
+        block.state = State::Recent;
+        self.note_idle(index);
+        if let Some(oldest) = self.recent.push(span.bytes, index) {
+            self.merge(oldest);
+        }
+        match self.role {
+            Role::Shard if self.idle > 1 => After::Surplus,
+            Role::Central { free_bytes_max } if self.free_bytes() > free_bytes_max => After::Excess,
+            _ => After::Nothing,
+        }
+    }
+}
+
+/// What a heap's blocks add up to, for the checks that span heaps.
+#[derive(Debug, Default)]
+pub(crate) struct HeapSums {
+    pub(crate) spans: Vec<Span>,
+    /// Runs, and the homes that they are lent to.
+    pub(crate) lent: Vec<(u32, Span)>,
+    /// Draining allocations and how many conditions each waits for.
+    pub(crate) draining: Vec<(BlockId, u32)>,
+}
+
+impl<S: PartialEq> Heap<S> {
+    /// Recomputes everything that this heap keeps from its blocks alone.
+    pub(crate) fn check(&self) -> Result<HeapSums, Violation> {
+        let mut sums = HeapSums::default();
+        let mut seen = Seen::default();
+        for (first, block) in self.table.iter().filter(|(_, block)| block.prev == NONE) {
+            let span = self.check_span(first, &mut seen, &mut sums)?;
+            ensure(block.bytes >= self.span_bytes_min || block.next != NONE, "H1", || {
+                format!("the span at {} is smaller than all", block.addr)
+            })?;
+            sums.spans.push(span);
+        }
+        sums.spans.sort();
+        self.check_totals(&seen, &sums)?;
+        Ok(sums)
+    }
+
+    fn check_span(
+        &self,
+        first: u32,
+        seen: &mut Seen,
+        sums: &mut HeapSums,
+    ) -> Result<Span, Violation> {
+        let base = self.table[first].addr;
+        let (mut index, mut prev, mut at) = (first, NONE, base);
+        while index != NONE {
+            let block = &self.table[index];
+            ensure(block.addr == at && block.prev == prev && block.bytes > 0, "H1", || {
+                format!("a gap or overlap at {at} in the span at {base}")
+            })?;
+            let after_free = prev != NONE && self.table[prev].state == State::Free;
+            ensure(!(after_free && block.state == State::Free), "H3", || {
+                format!("two unmerged free blocks at {at}")
+            })?;
+            seen.count(block, index, self, sums)?;
+            at = at + block.bytes;
+            (prev, index) = (index, block.next);
+        }
+        Ok(Span { base, bytes: at - base })
+    }
+
+    fn check_totals(&self, seen: &Seen, sums: &HeapSums) -> Result<(), Violation> {
+        let total: u64 = sums.spans.iter().map(|span| span.bytes).sum();
+        let ledger = &self.ledger;
+        let recent: Vec<_> = self.recent.iter().collect();
+        let same = |name: &str, kept: u64, counted: u64| {
+            ensure(kept == counted, "H6", || format!("{name} is {kept}, blocks say {counted}"))
+        };
+        same("bytes of spans", self.bytes, total)?;
+        same("number of blocks in spans", self.table.iter().count() as u64, seen.blocks)?;
+        same("idle spans", self.idle as u64, seen.idle)?;
+        same("bytes of idle spans", self.idle_bytes, seen.idle_bytes)?;
+        same("lent bytes", self.lent, seen.lent)?;
+        same("active requests", ledger.active_requests.current(), seen.active)?;
+        same("active bytes", ledger.active_bytes.current(), seen.active_bytes)?;
+        same("requested bytes", ledger.requested_bytes.current(), seen.requested)?;
+        same("draining bytes", ledger.draining_bytes, seen.draining)?;
+        let starts = self.starts.as_ref().map_or(seen.started, |starts| starts.len() as u64);
+        same("starts", starts, seen.started)?;
+        same("free bytes in the index", self.free.bytes(), seen.free)?;
+        same("blocks kept apart", recent.len() as u64, seen.recent)?;
+        let mut free: Vec<_> = self.free.iter().map(|block| block.index).collect();
+        free.sort_unstable();
+        ensure(free == seen.free_blocks(), "H4", || {
+            "the index does not hold exactly the free blocks".to_owned()
+        })?;
+        for (bytes, index) in recent {
+            let block = &self.table[index];
+            ensure(block.state == State::Recent && block.bytes == bytes, "H4", || {
+                format!("the block at {} is kept apart wrongly", block.addr)
+            })?;
+        }
+        Ok(())
+    }
+}
+
+/// Sums over the blocks of one heap.
+#[derive(Debug, Default)]
+struct Seen {
+    blocks: u64,
+    idle: u64,
+    idle_bytes: u64,
+    lent: u64,
+    active: u64,
+    active_bytes: u64,
+    requested: u64,
+    draining: u64,
+    started: u64,
+    free: u64,
+    recent: u64,
+    free_indices: Vec<u32>,
+}
+
+impl Seen {
+    fn count<S: PartialEq>(
+        &mut self,
+        block: &super::block::Block<S>,
+        index: u32,
+        heap: &Heap<S>,
+        sums: &mut HeapSums,
+    ) -> Result<(), Violation> {
+        self.blocks += 1;
+        let is_live = block.state == State::Live;
+        ensure(is_live || block.uses.is_empty(), "H9", || {
+            format!("the block at {} has uses but no client", block.addr)
+        })?;
+        match block.state {
+            State::Vacant => {}
+            State::Free => {
+                self.free += block.bytes;
+                self.free_indices.push(index);
+                self.count_idle(block, heap.is_whole_span(index));
+                return Ok(());
+            }
+            State::Recent => {
+                self.recent += 1;
+                self.count_idle(block, heap.is_whole_span(index));
+            }
+            State::Lent { to } => {
+                self.lent += block.bytes;
+                sums.lent.push((to, Span { base: block.addr, bytes: block.bytes }));
+            }
+            State::Live | State::Draining { .. } => {
+                self.active += 1;
+                self.active_bytes += block.bytes;
+                self.requested += block.requested;
+            }
+        }
+        if let State::Draining { pending } = block.state {
+            self.draining += block.bytes;
+            sums.draining.push((BlockId { index, generation: block.generation }, pending));
+        }
+        self.started += 1;
+        let starts = heap.starts.as_ref();
+        let found = starts.is_none_or(|starts| starts.get(&block.addr) == Some(&index));
+        ensure(found, "H4", || {
+            format!("the block at {} cannot be found by its address", block.addr)
+        })
+    }
+
+    fn count_idle<S>(&mut self, block: &super::block::Block<S>, is_whole_span: bool) {
+        if is_whole_span {
+            self.idle += 1;
+            self.idle_bytes += block.bytes;
+        }
+    }
+
+    fn free_blocks(&self) -> Vec<u32> {
+        let mut blocks = self.free_indices.clone();
+        blocks.sort_unstable();
+        blocks
+    }
+}

@@ -1,0 +1,385 @@
+//! Policy `ours`: pinned segments cut into blocks of any size.
+//!
+//! Every NUMA node has a *central* heap over the pinned segments of that node, and *shards* that
+//! borrow runs from it for small blocks. A thread stays with one shard until it finds that shard
+//! locked, then moves on: threads that do not collide share the first shard and waste nothing, and
+//! threads that do end up apart.
+//!
+//! No function here holds two locks at once.
+
+use super::backend::{NodeId, PIN_ALIGN};
+use super::block::BlockId;
+use super::check::{Violation, ensure};
+use super::config::HostConfig;
+use super::heap::{Cut, Found, Heap, Idle, Role};
+use super::home::{Run, Span, Taken};
+use super::padded::Padded;
+use super::stats::Ledger;
+use crate::sync::{ShortGuard, ShortLock};
+use crate::units::Addr;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+/// Least bytes of a run that a shard borrows.
+const RUN_BYTES_MIN: u64 = 1 << 20;
+/// Most bytes of a run that a shard borrows, unless that is less than four times the request.
+const RUN_BYTES_MAX: u64 = 4 << 20;
+
+// A home is a node and, in the low bits, 0 for its central heap or 1 + the number of a shard.
+const NODE_SHIFT: u32 = 8;
+const SHARD_MASK: u32 = (1 << NODE_SHIFT) - 1;
+
+fn central_home(node: NodeId) -> u32 {
+    (node.index() as u32) << NODE_SHIFT
+}
+
+fn shard_home(node: NodeId, shard: usize) -> u32 {
+    central_home(node) + 1 + shard as u32
+}
+
+/// The node of a home.
+pub(crate) fn node_of(home: u32) -> NodeId {
+    NodeId::new((home >> NODE_SHIFT) as u16)
+}
+
+fn is_central(home: u32) -> bool {
+    home & SHARD_MASK == 0
+}
+
+type HeapLock<S> = Padded<ShortLock<Heap<S>>>;
+
+#[derive(Debug)]
+struct Node<S> {
+    central: HeapLock<S>,
+    shards: Box<[HeapLock<S>]>,
+    /// Threads that are pinning memory for this node right now.
+    growing: AtomicU32,
+}
+
+#[derive(Debug)]
+pub(crate) struct SlabStore<S> {
+    nodes: Box<[Node<S>]>,
+    /// Number of shards of a node, a power of two.
+    shards: usize,
+    granule: u64,
+    small_bytes_max: u64,
+    /// Free bytes that a central heap keeps.
+    cached_bytes_max: u64,
+}
+
+impl<S: PartialEq> SlabStore<S> {
+    /// A store without memory, for `nodes` NUMA nodes.
+    pub(crate) fn new(config: &HostConfig, nodes: u16, shards: u16) -> Self {
+        let shards = usize::from(shards).next_power_of_two();
+        let cached_bytes_max = config.cached_bytes_max.unwrap_or(u64::MAX);
+        let heap = |granule, role| Padded(ShortLock::new(Heap::new(granule, role)));
+        let node = |_| Node {
+            central: heap(PIN_ALIGN, Role::Central { free_bytes_max: cached_bytes_max }),
+            shards: (0..shards).map(|_| heap(config.granule_bytes, Role::Shard)).collect(),
+            growing: AtomicU32::new(0),
+        };
+        SlabStore {
+            nodes: (0..nodes).map(node).collect(),
+            shards,
+            granule: config.granule_bytes,
+            small_bytes_max: config.small_bytes_max,
+            cached_bytes_max,
+        }
+    }
+
+    /// The size of the block that a request gets, give or take a little slack.
+    pub(crate) fn round(&self, bytes: u64) -> u64 {
+        let granule = if self.is_small(bytes) { self.granule } else { PIN_ALIGN };
+        // A power of two, so that no division is needed.
+        (bytes + granule - 1) & !(granule - 1)
+    }
+
+    fn is_small(&self, bytes: u64) -> bool {
+        bytes <= self.small_bytes_max
+    }
+
+    fn place(&self, home: u32) -> (&Node<S>, usize) {
+        (&self.nodes[(home >> NODE_SHIFT) as usize], (home & SHARD_MASK) as usize)
+    }
+
+    #[inline]
+    pub(crate) fn heap(&self, home: u32) -> ShortGuard<'_, Heap<S>> {
+        match self.place(home) {
+            (node, 0) => node.central.lock(),
+            (node, shard) => node.shards[shard - 1].lock(),
+        }
+    }
+
+    fn central(&self, node: NodeId) -> ShortGuard<'_, Heap<S>> {
+        self.nodes[node.index()].central.lock()
+    }
+
+    pub(crate) fn node_ids(&self) -> impl Iterator<Item = NodeId> + use<S> {
+        (0..self.nodes.len() as u16).map(NodeId::new)
+    }
+
+    /// The homes of a node: central first, then the shards.
+    fn homes(&self, node: NodeId) -> std::ops::Range<u32> {
+        central_home(node)..shard_home(node, self.shards)
+    }
+
+    /// All homes with their heaps locked, one after the other.
+    fn each_heap(&self) -> impl Iterator<Item = (u32, ShortGuard<'_, Heap<S>>)> {
+        self.node_ids()
+            .flat_map(move |node| self.homes(node).map(move |home| (home, self.heap(home))))
+    }
+
+    /// A block for `requested` bytes from memory that is free already.
+    #[inline(always)]
+    pub(crate) fn take(&self, node: NodeId, requested: u64, cut: Cut) -> Option<(u32, Taken)> {
+        let bytes = self.round(requested);
+        if self.is_small(requested) {
+            return self.take_small(node, bytes, requested, cut);
+        }
+        let taken = self.central(node).take(bytes, requested, cut)?;
+        Some((central_home(node), taken))
+    }
+
+    #[inline(always)]
+    fn take_small(
+        &self,
+        node: NodeId,
+        bytes: u64,
+        requested: u64,
+        cut: Cut,
+    ) -> Option<(u32, Taken)> {
+        let (shard, mut heap) = self.enter(node);
+        let home = shard_home(node, shard);
+        if let Some(taken) = heap.take(bytes, requested, Cut::Freely) {
+            return Some((home, taken));
+        }
+        let wish = run_bytes(heap.bytes(), bytes);
+        drop(heap);
+        let run = self.borrow_run(home, wish, bytes, cut)?;
+        Some((home, self.take_from_new_run(home, run, bytes, requested)))
+    }
+
+    /// Locks the shard of the calling thread. A thread that finds it locked moves on to the next.
+    #[inline(always)]
+    fn enter(&self, node: NodeId) -> (usize, ShortGuard<'_, Heap<S>>) {
+        let shards = &self.nodes[node.index()].shards;
+        let shard = shard_hint::get() & (self.shards - 1);
+        if let Some(heap) = shards[shard].try_lock() {
+            return (shard, heap);
+        }
+        let shard = shard_hint::advance() & (self.shards - 1);
+        (shard, shards[shard].lock())
+    }
+
+    /// A run for a shard: as large as wished, or as there is, but no less than `least`.
+    #[cold]
+    fn borrow_run(&self, home: u32, wish: u64, least: u64, cut: Cut) -> Option<Run> {
+        let mut central = self.central(node_of(home));
+        let least = least.next_multiple_of(PIN_ALIGN);
+        let bytes = wish.min(central.largest_free()).max(least);
+        central.lend(bytes, home, cut).or_else(|| central.lend(least, home, cut))
+    }
+
+    #[cold]
+    fn take_from_new_run(&self, home: u32, run: Run, bytes: u64, requested: u64) -> Taken {
+        let mut heap = self.heap(home);
+        heap.add_run(run);
+        // The run alone is large enough, and the lock was not released since it came.
+        heap.take(bytes, requested, Cut::Freely)
+            .expect("a run serves the request that it was borrowed for")
+    }
+
+    /// A block for a small request from any shard of the node.
+    pub(crate) fn take_from_any_shard(&self, node: NodeId, requested: u64) -> Option<(u32, Taken)> {
+        if !self.is_small(requested) {
+            return None;
+        }
+        let bytes = self.round(requested);
+        self.homes(node).skip(1).find_map(|home| {
+            let taken = self.heap(home).take(bytes, requested, Cut::Freely)?;
+            Some((home, taken))
+        })
+    }
+
+    /// Adds a pinned segment and serves a request from it.
+    pub(crate) fn add_and_take(&self, node: NodeId, span: Span, requested: u64) -> (u32, Taken) {
+        let bytes = self.round(requested);
+        let home = central_home(node);
+        let mut central = self.central(node);
+        central.add_span(span);
+        if !self.is_small(requested) {
+            let taken = central.take(bytes, requested, Cut::Freely);
+            return (home, taken.expect("a segment serves the request that it was pinned for"));
+        }
+        let home = shard_home(node, shard_hint::get() & (self.shards - 1));
+        let run = central
+            .lend(run_bytes(0, bytes).min(span.bytes), home, Cut::Freely)
+            .expect("a segment is no smaller than its first run");
+        drop(central);
+        (home, self.take_from_new_run(home, run, bytes, requested))
+    }
+
+    /// Adds a pinned segment as one block that leaves when it is freed.
+    pub(crate) fn add_uncached(&self, node: NodeId, span: Span, requested: u64) -> (u32, Taken) {
+        (central_home(node), self.central(node).add_uncached(span, requested))
+    }
+
+    /// Adds a pinned segment as free memory.
+    pub(crate) fn restore(&self, node: NodeId, span: Span) {
+        self.central(node).add_span(span);
+    }
+
+    /// Gives runs back that a shard does not need. Call after a block was released there.
+    pub(crate) fn return_surplus(&self, home: u32) {
+        let node = node_of(home);
+        let runs = self.heap(home).remove_idle_beyond(1);
+        let mut central = self.central(node);
+        runs.into_iter().for_each(|run| central.reclaim(run));
+    }
+
+    /// Gathers all free memory of a node in its central heap, merged.
+    pub(crate) fn collect(&self, node: NodeId) {
+        for home in self.homes(node).skip(1) {
+            let runs = {
+                let mut heap = self.heap(home);
+                heap.consolidate();
+                heap.remove_idle_beyond(0)
+            };
+            if !runs.is_empty() {
+                let mut central = self.central(node);
+                runs.into_iter().for_each(|run| central.reclaim(run));
+            }
+        }
+        self.central(node).consolidate();
+    }
+
+    /// The segments of a node that are wholly free, the smallest first.
+    /// [`collect`](SlabStore::collect) first to see all.
+    pub(crate) fn idle_segments(&self, node: NodeId) -> Vec<Idle> {
+        self.central(node).idle()
+    }
+
+    /// Takes a segment out if it is still wholly free, and was all the time.
+    pub(crate) fn remove_idle(&self, node: NodeId, idle: Idle) -> bool {
+        self.central(node).remove_idle(idle).is_some()
+    }
+
+    /// How many free bytes a node has beyond the bound, merged as far as they can be.
+    pub(crate) fn excess(&self, node: NodeId) -> u64 {
+        let mut central = self.central(node);
+        let excess = central.free_bytes().saturating_sub(self.cached_bytes_max);
+        if excess > 0 {
+            central.consolidate();
+        }
+        excess
+    }
+
+    /// The live allocation that holds `addr`, and where it starts.
+    pub(crate) fn find(&self, node: NodeId, addr: Addr) -> Option<(u32, BlockId, Addr)> {
+        let mut home = central_home(node);
+        loop {
+            let found = self.heap(home).find(addr)?;
+            match found {
+                Found::Live { id, start } => return Some((home, id, start)),
+                Found::Lent { to } => home = to,
+            }
+        }
+    }
+
+    /// Announces that the calling thread pins memory for a node; whether another does so already.
+    pub(crate) fn begin_growth(&self, node: NodeId) -> bool {
+        self.nodes[node.index()].growing.fetch_add(1, Ordering::Relaxed) > 0
+    }
+
+    /// Ends what [`begin_growth`](SlabStore::begin_growth) announced.
+    pub(crate) fn end_growth(&self, node: NodeId) {
+        self.nodes[node.index()].growing.fetch_sub(1, Ordering::Relaxed);
+    }
+
+    pub(crate) fn each_ledger(&self, mut visit: impl FnMut(&mut Ledger)) {
+        for (_, mut heap) in self.each_heap() {
+            visit(heap.stats());
+        }
+    }
+
+    /// Free bytes of a node, and of the largest block among them.
+    pub(crate) fn free_bytes(&self, node: NodeId) -> (u64, u64) {
+        let (mut total, mut largest) = (0, 0);
+        for home in self.homes(node) {
+            let heap = self.heap(home);
+            total += heap.free_bytes();
+            largest = largest.max(heap.largest_free());
+        }
+        (total, largest)
+    }
+
+    /// Bytes of all segments of a node.
+    pub(crate) fn bytes(&self, node: NodeId) -> u64 {
+        self.central(node).bytes()
+    }
+
+    /// Recomputes everything from the blocks. Appends the segments by node, and the draining blocks
+    /// by home.
+    pub(crate) fn check(
+        &self,
+        spans: &mut Vec<(NodeId, Span)>,
+        draining: &mut Vec<(u32, BlockId, u32)>,
+    ) -> Result<(), Violation> {
+        for node in self.node_ids() {
+            let (mut lent, mut borrowed) = (Vec::new(), Vec::new());
+            for home in self.homes(node) {
+                let sums = self.heap(home).check()?;
+                draining.extend(sums.draining.iter().map(|&(id, pending)| (home, id, pending)));
+                lent.extend(sums.lent);
+                if is_central(home) {
+                    spans.extend(sums.spans.iter().map(|&span| (node, span)));
+                } else {
+                    borrowed.extend(sums.spans.iter().map(|&span| (home, span)));
+                }
+            }
+            lent.sort();
+            borrowed.sort();
+            ensure(lent == borrowed, "H7", || {
+                format!("{node} has lent {lent:?}, its shards hold {borrowed:?}")
+            })?;
+        }
+        Ok(())
+    }
+}
+
+/// How much a shard that holds `held` bytes should borrow for a request of `bytes`: a share of what
+/// it has, so that runs become few as it grows, and room for some more of the kind.
+fn run_bytes(held: u64, bytes: u64) -> u64 {
+    let run = (held / 16).clamp(RUN_BYTES_MIN, RUN_BYTES_MAX).max(4 * bytes);
+    run.next_multiple_of(PIN_ALIGN)
+}
+
+/// The shard that a thread last found free, whatever the allocator.
+#[cfg(not(loom))]
+mod shard_hint {
+    use std::cell::Cell;
+
+    thread_local! {
+        static HINT: Cell<usize> = const { Cell::new(0) };
+    }
+
+    pub(super) fn get() -> usize {
+        HINT.get()
+    }
+
+    pub(super) fn advance() -> usize {
+        HINT.set(HINT.get().wrapping_add(1));
+        HINT.get()
+    }
+}
+
+/// Threads of a model run share one OS thread: a thread-local would leak from one to the other.
+#[cfg(loom)]
+mod shard_hint {
+    pub(super) fn get() -> usize {
+        0
+    }
+
+    pub(super) fn advance() -> usize {
+        1
+    }
+}

@@ -1,0 +1,12 @@
+//! The host allocator on the simulator: rules, cases, model, faults, memory.
+#![cfg(not(loom))]
+
+mod cases;
+mod faults;
+mod memory;
+mod model;
+mod naive;
+mod ours;
+mod pools;
+mod rules;
+mod support;
