@@ -174,11 +174,6 @@ impl<B: Backend> Shared<B> {
             Ok(sites) => sites,
             Err(shortage) => return Ok(Err(Setback::Shortage(shortage))),
         };
-        if behind.left_bytes() >= request.rounded {
-            // Another thread freed a block that fits, since the heap was searched.
-            let found = self.search(cell, request, trace);
-            return Ok(found.ok_or(Setback::Interrupted));
-        }
         let need = (request.rounded - behind.left_bytes()).next_multiple_of(terms.unit);
         if need <= headroom {
             let ahead = request.rounded.saturating_mul(u64::from(terms.knobs.ahead));
