@@ -252,7 +252,9 @@ def main():
     describe(options.out)
     with tempfile.TemporaryDirectory() as scratch:
         session = Session(options, pathlib.Path(scratch))
-        wanted = lambda part: options.only in (None, part)
+        def wanted(part):
+            return options.only in (None, part)
+
         if wanted("predictions") and options.backend == "cuda":
             session.predictions()
         for i in range(options.rounds):

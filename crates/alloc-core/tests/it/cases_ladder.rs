@@ -165,6 +165,31 @@ fn case_b9_a_callback_frees_before_out_of_memory() {
     }
 }
 
+/// A block that fits is freed between the search and the growth that follows, here by a callback that
+/// does not say so, elsewhere by another thread on the same stream.
+#[test]
+fn what_was_freed_since_the_search_serves_an_expandable_request() {
+    for policy in BOTH {
+        let rig = Rig::new(policy, "expandable_segments:True");
+        let x = rig.allocate_raw(40 * MIB, &rig.s(0)).unwrap();
+        rig.backend.judge().allocated(x, 40 * MIB, &rig.s(0));
+        let before = rig.reserved();
+        let (alloc, backend) = (rig.clone(), rig.backend.clone());
+        let held = Mutex::new(Some(x));
+        rig.add_free_memory_callback("silent", move |_| {
+            if let Some(addr) = held.lock().unwrap().take() {
+                backend.judge().freed(addr);
+                alloc.free_raw(addr).unwrap();
+            }
+            false
+        });
+        let b = rig.alloc(30 * MIB, &rig.s(0));
+        assert_eq!((b.addr(), rig.reserved()), (x, before), "{policy:?}");
+        rig.check().unwrap();
+        rig.remove_free_memory_callback("silent");
+    }
+}
+
 /// A callback may allocate and free; requests inside it do not start the callbacks again, and a
 /// callback that never helps does not stop the ladder.
 #[test]

@@ -16,7 +16,7 @@ Exit codes:
   2  wrong usage, or a file that is broken or cannot be read
   77 `--backend cuda` on a machine without a GPU";
 
-/// Laboratory for caching GPU memory allocators, on a machine without a GPU.
+/// Laboratory for caching GPU memory allocators, on machines without a GPU and with one.
 ///
 /// Replays the memory operations of real GPU programs on the allocators of this workspace, over a
 /// simulated device that judges every step and knows what driver calls cost. Shows how much memory
