@@ -317,7 +317,7 @@ impl StreamTable {
         let stream = unsafe { Stream::from_raw(device.context()?, raw) };
         let unique = match stream.capture_status()? {
             CaptureStatus::None => Some(stream.unique_id()?),
-            CaptureStatus::Active | CaptureStatus::Invalidated => None,
+            CaptureStatus::Active(_) | CaptureStatus::Invalidated => None,
         };
         if let Some(state) = self.known.lock().find(device.id, unique, raw) {
             return Ok(CudaStream { state });
