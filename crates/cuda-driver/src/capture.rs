@@ -6,7 +6,6 @@ use crate::loader::Driver;
 use crate::stream::{CaptureStatus, Stream};
 use crate::symbols::call;
 use cudarc::driver::sys;
-use std::collections::HashSet;
 use std::marker::PhantomData;
 use std::sync::Arc;
 
@@ -184,25 +183,25 @@ impl Stream {
         Ok(Some(CaptureTips { capture, nodes: tips }))
     }
 
-    /// Adds to `past` the nodes that the stream's next work comes after, at however many removes.
-    /// Nodes that are in it already are not walked again, so it must come from earlier calls for
-    /// the same stream and capture, or be empty. Adds nothing if the stream is not being captured.
-    /// Stops where the driver cannot tell what a node comes after.
+    /// Shows `note` the nodes that the stream's next work comes after, at however many removes. It
+    /// returns whether the node is new to it: if not, what comes before that node
+    /// is not walked. Shows none if the stream is not being captured, and stops where the driver
+    /// cannot tell what a node comes after.
     ///
     /// # Safety
     /// As [`capture_tips`](Self::capture_tips).
     ///
     /// # Errors
     /// As [`capture_status`](Self::capture_status).
-    pub unsafe fn extend_captured_past(
+    pub unsafe fn walk_captured_past(
         &self,
-        past: &mut HashSet<usize>,
+        mut note: impl FnMut(usize) -> bool,
     ) -> Result<(), DriverError> {
         // SAFETY: passed on from the caller.
         let Some(tips) = (unsafe { self.capture_tips() })? else { return Ok(()) };
         let mut found = tips.nodes;
         while let Some(node) = found.pop() {
-            if past.insert(node) {
+            if note(node) {
                 // SAFETY: the node was just found in the graph of the capture, which goes on.
                 unsafe { dependencies(self.context().driver(), node, &mut found) }?;
             }

@@ -248,9 +248,9 @@ fn a_forbidden_call_breaks_the_captures_that_forbid_it() {
 
 /// The nodes before what a stream does next.
 fn past(stream: &Stream) -> std::collections::HashSet<usize> {
-    let mut past = Default::default();
+    let mut past = std::collections::HashSet::new();
     // SAFETY: nobody else uses the stream.
-    unsafe { stream.extend_captured_past(&mut past) }.expect("past");
+    unsafe { stream.walk_captured_past(|node| past.insert(node)) }.expect("past");
     past
 }
 
