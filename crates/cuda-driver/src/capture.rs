@@ -177,7 +177,7 @@ impl Stream {
         for index in 0..count {
             // SAFETY: the driver's array has as many entries, and stays until the next call about
             // the stream, which the caller rules out.
-            let node = unsafe { nodes.add(index).read() };
+            let node = unsafe { nodes.wrapping_add(index).read() };
             tips.push(node.expose_provenance());
         }
         Ok(Some(CaptureTips { capture, nodes: tips }))
