@@ -67,9 +67,9 @@ pub(super) const CRATES: &[CratePolicy] = &[
     },
     CratePolicy {
         name: "alloc-cpu",
-        uses: &["alloc-core"],
+        uses: &["alloc-api", "alloc-core"],
         outside: Outside::Any,
-        unsafe_in: &["src/aligned", "src/huge_pages", "src/numa", "src/fill"],
+        unsafe_in: &["src/aligned"],
     },
     CratePolicy {
         name: "memory-manager",
