@@ -11,6 +11,7 @@ use crate::backend::Hook;
 use crate::call::Log;
 use crate::captures::Captures;
 use crate::faults::FaultPlan;
+use crate::graphs::Graphs;
 use crate::judge::Book;
 use crate::memory::{Device, Memory};
 use crate::sim::Sim;
@@ -36,6 +37,7 @@ pub struct Builder {
     faults: Vec<Fault>,
     log: usize,
     strict: bool,
+    obeys_captures: bool,
     pub(crate) hooks: Vec<(Call, Hook)>,
 }
 
@@ -53,6 +55,7 @@ impl Builder {
             faults: Vec::new(),
             log: 0,
             strict: false,
+            obeys_captures: false,
             hooks: Vec::new(),
         }
     }
@@ -127,6 +130,14 @@ impl Builder {
         self
     }
 
+    /// Queries of events and waits for them are subject to the [`CaptureMode`](crate::CaptureMode)s
+    /// of captures, as they are on CUDA unless the thread is put into relaxed mode for the call.
+    /// Default: they are not, as the contract of [`Capture`](alloc_core::backend::Capture) demands.
+    pub fn obeys_capture_modes(mut self) -> Self {
+        self.obeys_captures = true;
+        self
+    }
+
     /// Runs `hook` at the start of every call of this kind, with no lock of the simulator held; see
     /// [`MockBackend::set_hook`].
     pub fn on(mut self, call: Call, hook: impl Fn(&CallInfo) + Send + Sync + 'static) -> Self {
@@ -164,7 +175,9 @@ impl Builder {
             pins: BTreeMap::new(),
             space: AddressSpace::new(self.placement, self.first_address, self.address_space),
             streams,
-            captures: Captures::default(),
+            captures: Captures::above(0),
+            graphs: Graphs::default(),
+            obeys_captures: self.obeys_captures,
             book: Book::default(),
             faults: FaultPlan::new(std::mem::take(&mut self.faults)),
             costs: Costs::default(),

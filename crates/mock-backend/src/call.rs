@@ -43,11 +43,17 @@ pub enum Call {
     Unpin,
     /// `CopyData::copy`
     Copy,
+    /// `Capture::capture_status`
+    CaptureStatus,
+    /// `Capture::capture_tips`
+    CaptureTips,
+    /// `Capture::extend_past`
+    ExtendPast,
 }
 
 impl Call {
     /// Every kind, in declaration order.
-    pub const ALL: [Call; 17] = [
+    pub const ALL: [Call; 20] = [
         Call::Acquire,
         Call::Release,
         Call::Record,
@@ -65,6 +71,9 @@ impl Call {
         Call::Pin,
         Call::Unpin,
         Call::Copy,
+        Call::CaptureStatus,
+        Call::CaptureTips,
+        Call::ExtendPast,
     ];
 
     /// Whether the call takes something that may have run out, so that
@@ -93,6 +102,9 @@ impl Call {
             Call::Pin => "pin",
             Call::Unpin => "unpin",
             Call::Copy => "copy",
+            Call::CaptureStatus => "capture_status",
+            Call::CaptureTips => "capture_tips",
+            Call::ExtendPast => "extend_past",
         }
     }
 }

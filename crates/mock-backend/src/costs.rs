@@ -60,6 +60,9 @@ pub fn call_ns(call: Call, bytes: u64) -> u64 {
         // Estimates: half the way back, and 10 GB/s.
         Call::Unpin => PIN.at(bytes) / 2,
         Call::Copy => bytes / 10,
+        // Estimates: a look at the stream's state; a walk over a few nodes.
+        Call::CaptureStatus | Call::CaptureTips => 150,
+        Call::ExtendPast => 500,
     }
 }
 

@@ -1,10 +1,12 @@
 //! What the simulated driver does when nobody breaks a rule.
 
+use std::collections::HashSet;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use alloc_core::backend::VirtualMemory;
 use alloc_core::backend::{Backend, BackendError, Completion, ErrorKind, MemoryInfo, Refused};
-use alloc_core::backend::{Page, Reservation, Segment, Stream, VirtualMemory};
+use alloc_core::backend::{Capture, CaptureStatus, Page, Reservation, Segment, Stream};
 use alloc_core::host::{PinMethod, PinRequest, PinnedSegment};
 use alloc_core::{Addr, StreamId};
 use mock_backend::*;
@@ -181,7 +183,10 @@ fn scenario(backend: &MockBackend) -> Result<(), MockError> {
     backend.judge().allocated_on_host(base, 2 * MIB);
     backend.copy_on_host(base, base + MIB, MIB)?;
     backend.judge().freed(base);
-    alloc_core::host::HostBackend::unpin(backend, pinned).map_err(back)
+    alloc_core::host::HostBackend::unpin(backend, pinned).map_err(back)?;
+    assert_eq!(backend.capture_status(&s0)?, CaptureStatus::None);
+    assert_eq!(backend.capture_tips(&s0)?, None);
+    backend.extend_past(&s0, &mut HashSet::new())
 }
 
 #[test]

@@ -4,5 +4,6 @@
 mod conformance;
 mod driver;
 mod golden;
+mod graphs;
 mod rules;
 mod trial;
