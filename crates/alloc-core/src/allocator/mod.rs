@@ -128,8 +128,6 @@ struct Device<B: Backend> {
     reserved_peak: AtomicU64,
     /// Most bytes that were in use when memory was wanted; policy `ours` grows along it.
     needed_peak: AtomicU64,
-    /// Handles that changed their home.
-    moved: AtomicU64,
     counters: Mutex<Counters>,
     /// One table for all heaps, where the peak of their sum must be exact.
     exact: Option<Lock<StatTable>>,
@@ -390,7 +388,6 @@ impl<B: Backend> Device<B> {
             reserved: AtomicU64::new(0),
             reserved_peak: AtomicU64::new(0),
             needed_peak: AtomicU64::new(0),
-            moved: AtomicU64::new(0),
             counters: Mutex::new(Counters::default()),
             exact,
             heaps: RwLock::new(Heaps::new()),
