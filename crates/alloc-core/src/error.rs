@@ -83,6 +83,14 @@ pub enum BackendOp {
     Map,
     SetAccess,
     Unmap,
+    DeviceKey,
+    ExportSegment,
+    OpenSegment,
+    CloseSegment,
+    ExportPage,
+    ImportPage,
+    ExportEvent,
+    AwaitEvent,
 }
 
 impl fmt::Display for BackendOp {
@@ -101,6 +109,14 @@ impl fmt::Display for BackendOp {
             BackendOp::Map => "map memory",
             BackendOp::SetAccess => "set access to mapped memory",
             BackendOp::Unmap => "unmap memory",
+            BackendOp::DeviceKey => "identify a device",
+            BackendOp::ExportSegment => "export a segment",
+            BackendOp::OpenSegment => "open a segment of another process",
+            BackendOp::CloseSegment => "close a segment of another process",
+            BackendOp::ExportPage => "export physical memory",
+            BackendOp::ImportPage => "import physical memory",
+            BackendOp::ExportEvent => "export an event",
+            BackendOp::AwaitEvent => "wait for an event of another process",
         })
     }
 }

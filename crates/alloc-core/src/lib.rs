@@ -14,6 +14,7 @@ mod heap;
 pub mod host;
 mod lock;
 mod pager;
+pub mod share;
 pub mod size_class;
 pub mod stats;
 mod sync;
@@ -22,8 +23,8 @@ pub mod trace;
 mod units;
 
 pub use allocator::{
-    Allocation, BlockSnapshot, BlockStatus, CachingAllocator, EventHold, Located, SegmentSnapshot,
-    Snapshot, StreamHandle, Violation,
+    Allocation, BlockSnapshot, BlockStatus, CachingAllocator, EventHold, Export, Located,
+    SegmentSnapshot, ShareHold, Snapshot, StreamHandle, Violation,
 };
 pub use config::{ConfError, Config, Policy, Settings};
 pub use error::{

@@ -11,6 +11,7 @@ use parking_lot::{Mutex, RwLock};
 use crate::captures::CaptureError;
 use crate::event::{Alive, MockEvent};
 use crate::faults::FaultPlan;
+use crate::share::Sharing;
 use crate::sim::{Sim, on_stream};
 use crate::streams::Ending;
 use crate::{
@@ -38,6 +39,7 @@ pub(crate) struct Shared {
     hooks: RwLock<BTreeMap<Call, Hook>>,
     feed: Mutex<Option<Feed>>,
     sim: Mutex<Sim>,
+    pub(crate) sharing: Sharing,
 }
 
 impl MockBackend {
@@ -57,6 +59,7 @@ impl MockBackend {
         granularity: u64,
         feed: Option<Feed>,
         hooks: Vec<(Call, Hook)>,
+        sharing: Sharing,
     ) -> Self {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let shared = Shared {
@@ -67,6 +70,7 @@ impl MockBackend {
             hooks: RwLock::new(hooks.into_iter().collect()),
             feed: Mutex::new(feed),
             sim: Mutex::new(sim),
+            sharing,
         };
         MockBackend { shared: Arc::new(shared) }
     }
@@ -332,6 +336,7 @@ impl Judge<'_> {
         let mut sim = self.0.sim();
         if bytes > 0 && !sim.unloaded {
             sim.allocated(addr, bytes, stream);
+            self.0.judge_reuse(&mut sim, addr, bytes);
         }
     }
 

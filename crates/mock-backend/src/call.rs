@@ -43,11 +43,27 @@ pub enum Call {
     Unpin,
     /// `CopyData::copy`
     Copy,
+    /// `Share::device_key`
+    DeviceKey,
+    /// `Share::export_segment`
+    ExportSegment,
+    /// `Share::open_segment`
+    OpenSegment,
+    /// `Share::close_segment`
+    CloseSegment,
+    /// `Share::export_event`
+    ExportEvent,
+    /// `Share::await_event`
+    AwaitEvent,
+    /// `SharePages::export_page`
+    ExportPage,
+    /// `SharePages::import_page`
+    ImportPage,
 }
 
 impl Call {
     /// Every kind, in declaration order.
-    pub const ALL: [Call; 17] = [
+    pub const ALL: [Call; 25] = [
         Call::Acquire,
         Call::Release,
         Call::Record,
@@ -65,6 +81,14 @@ impl Call {
         Call::Pin,
         Call::Unpin,
         Call::Copy,
+        Call::DeviceKey,
+        Call::ExportSegment,
+        Call::OpenSegment,
+        Call::CloseSegment,
+        Call::ExportEvent,
+        Call::AwaitEvent,
+        Call::ExportPage,
+        Call::ImportPage,
     ];
 
     /// Whether the call takes something that may have run out, so that
@@ -93,6 +117,14 @@ impl Call {
             Call::Pin => "pin",
             Call::Unpin => "unpin",
             Call::Copy => "copy",
+            Call::DeviceKey => "device_key",
+            Call::ExportSegment => "export_segment",
+            Call::OpenSegment => "open_segment",
+            Call::CloseSegment => "close_segment",
+            Call::ExportEvent => "export_event",
+            Call::AwaitEvent => "await_event",
+            Call::ExportPage => "export_page",
+            Call::ImportPage => "import_page",
         }
     }
 }

@@ -60,6 +60,11 @@ pub fn call_ns(call: Call, bytes: u64) -> u64 {
         // Estimates: half the way back, and 10 GB/s.
         Call::Unpin => PIN.at(bytes) / 2,
         Call::Copy => bytes / 10,
+        // Estimates: a call that is answered from a table, and calls that ask the kernel driver.
+        Call::DeviceKey => 100,
+        Call::ExportSegment | Call::ExportEvent | Call::ExportPage => 10_000,
+        Call::OpenSegment | Call::CloseSegment | Call::ImportPage => 50_000,
+        Call::AwaitEvent => 50_000,
     }
 }
 

@@ -14,6 +14,7 @@ use crate::event::MockEvent;
 use crate::faults::FaultPlan;
 use crate::judge::{Book, end_of, unordered};
 use crate::memory::{Device, Memory, Piece};
+use crate::share::Imports;
 use crate::streams::{Ending, Lane, MockStream, Streams, Work, id_of};
 use crate::{Call, CallInfo, Costs, LogEntry, MockError, Rng, Rule, Violation};
 
@@ -40,6 +41,8 @@ pub(crate) struct Sim {
     pub(crate) violations: Vec<Violation>,
     /// Generator and probability of work ending by chance.
     pub(crate) chance: Option<(Rng, f64)>,
+    /// What is open of other processes.
+    pub(crate) imports: Imports,
 }
 
 /// A call that has begun: what will be logged of it.
@@ -153,6 +156,9 @@ impl Sim {
         let mut pieces = Vec::new();
         for &(addr, bytes) in work.ranges.iter().filter(|range| range.1 > 0) {
             pieces.extend(self.pieces_used(stream, addr, bytes));
+            if self.imports.is_unready(addr, stream.index) {
+                self.violate(Rule::UnreadyUse, (Some(stream.index), None), (addr, bytes));
+            }
         }
         let Sim { streams, captures, .. } = self;
         let capture = captures.of(stream.index).and_then(|id| captures.get_mut(id));

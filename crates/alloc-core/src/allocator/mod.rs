@@ -13,9 +13,11 @@ mod ladder;
 mod oom;
 mod paging;
 mod reclaim;
+mod share;
 mod snapshot;
 
 pub use check::Violation;
+pub use share::{Export, ShareHold};
 pub use snapshot::{BlockSnapshot, BlockStatus, SegmentSnapshot, Snapshot};
 
 use crate::backend::{Backend, DeviceMemory, MemoryInfo, Stream, VirtualMemory};
@@ -106,6 +108,8 @@ struct HeapBody<B: Backend> {
     tokens: HashMap<SegmentId, B::Segment>,
     /// Streams other than the heap's own that a live block was used on.
     uses: HashMap<BlockIdx, SmallVec<[B::Stream; 2]>>,
+    /// How many [`ShareHold`]s there are on a live or draining block, if any.
+    shares: HashMap<BlockIdx, u32>,
 }
 
 /// What the heaps of one device share.
@@ -233,7 +237,7 @@ struct Shared<B: Backend> {
 /// are pending.
 ///
 /// When the last clone goes, pending events are waited for and everything is given back to the
-/// backend, whatever is still allocated.
+/// backend, whatever is still allocated. A [`ShareHold`] counts as a clone.
 pub struct CachingAllocator<B: Backend> {
     shared: Arc<Shared<B>>,
 }
@@ -756,6 +760,7 @@ impl<B: Backend> Shared<B> {
                     heap: Heap::new(device, stream.id(), pool, rules),
                     tokens: HashMap::new(),
                     uses: HashMap::new(),
+                    shares: HashMap::new(),
                 },
                 stats: StatTable::default(),
             }),

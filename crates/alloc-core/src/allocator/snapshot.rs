@@ -14,7 +14,7 @@ use crate::units::{Addr, DeviceId, PoolId, StreamId};
 pub enum BlockStatus {
     /// Handed out.
     Allocated,
-    /// Freed by the client, waiting for events.
+    /// Freed by the client, waiting for events or for other processes.
     PendingFree,
     /// Free.
     Inactive,
