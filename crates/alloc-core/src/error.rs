@@ -185,6 +185,8 @@ pub enum LadderStep {
     GarbageCollection,
     /// The driver was asked.
     Grow,
+    /// Pools that serve others before they run out of memory were searched.
+    UseOnOom,
     /// Cached oversize segments were given back.
     ReleaseOversize,
     /// All pending events were waited for and all cached memory was given back.
@@ -197,6 +199,7 @@ impl LadderStep {
             LadderStep::Callbacks => "free-memory callbacks",
             LadderStep::GarbageCollection => "garbage collection",
             LadderStep::Grow => "growth",
+            LadderStep::UseOnOom => "search of pools that are used on out of memory",
             LadderStep::ReleaseOversize => "release of oversize segments",
             LadderStep::ReleaseCached => "wait for events and release of everything cached",
         }

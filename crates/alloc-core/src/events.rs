@@ -8,7 +8,7 @@ use crate::block::BlockId;
 use crate::config::EventOrder;
 use crate::units::StreamId;
 use parking_lot::{Condvar, Mutex};
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, HashSet, VecDeque};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::thread::{self, ThreadId};
 
@@ -155,6 +155,16 @@ impl<B: Backend> EventQueue<B> {
             fifos.remove(&stream);
         }
         self.let_go.notify_all();
+    }
+
+    /// Whether blocks of these heaps wait in the queue of a stream.
+    pub(crate) fn concerns(&self, stream: StreamId, heaps: &HashSet<u32>) -> bool {
+        let fifos = self.fifos.lock();
+        let fifo = fifos.get(&stream);
+        fifo.is_some_and(|fifo| {
+            // The one in hand is not in the queue.
+            fifo.holder.is_some() || fifo.entries.iter().any(|entry| heaps.contains(&entry.heap))
+        })
     }
 
     /// (heap, block) of every entry, for checks.

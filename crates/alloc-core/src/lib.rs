@@ -23,8 +23,9 @@ pub mod trace;
 mod units;
 
 pub use allocator::{
-    Allocation, BlockSnapshot, BlockStatus, CachingAllocator, EventHold, Export, Located,
-    SegmentSnapshot, ShareHold, Snapshot, StreamHandle, Violation,
+    Allocation, BlockSnapshot, BlockStatus, CachingAllocator, EventHold, Export, Located, MemPool,
+    PoolInfo, PoolOptions, PoolPin, PoolRef, PoolScope, ScopeFilter, SegmentSnapshot, ShareHold,
+    Snapshot, StreamHandle, ThreadScope, Violation,
 };
 pub use config::{ConfError, Config, Policy, Settings};
 pub use error::{

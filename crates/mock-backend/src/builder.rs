@@ -12,9 +12,10 @@ use crate::backend::Hook;
 use crate::call::Log;
 use crate::captures::Captures;
 use crate::faults::FaultPlan;
+use crate::graphs::Graphs;
 use crate::judge::Book;
 use crate::memory::{Device, Memory};
-use crate::share::{Imports, Payloads, Sharing};
+use crate::share::{Imports, Neighbours, Payloads};
 use crate::sim::Sim;
 use crate::streams::Streams;
 use crate::{Call, CallInfo, Costs, Exchange, Fault, Feed, MockBackend, Placement, Rng};
@@ -38,6 +39,7 @@ pub struct Builder {
     faults: Vec<Fault>,
     log: usize,
     strict: bool,
+    obeys_captures: bool,
     pub(crate) hooks: Vec<(Call, Hook)>,
     exchange: Exchange,
     payloads: Option<Payloads>,
@@ -57,6 +59,7 @@ impl Builder {
             faults: Vec::new(),
             log: 0,
             strict: false,
+            obeys_captures: false,
             hooks: Vec::new(),
             exchange: Exchange::new(),
             payloads: None,
@@ -157,6 +160,14 @@ impl Builder {
         self
     }
 
+    /// Queries of events and waits for them are subject to the [`CaptureMode`](crate::CaptureMode)s
+    /// of captures, as they are on CUDA unless the thread is put into relaxed mode for the call.
+    /// Default: they are not, as the contract of [`Capture`](alloc_core::backend::Capture) demands.
+    pub fn obeys_capture_modes(mut self) -> Self {
+        self.obeys_captures = true;
+        self
+    }
+
     /// Runs `hook` at the start of every call of this kind, with no lock of the simulator held; see
     /// [`MockBackend::set_hook`].
     pub fn on(mut self, call: Call, hook: impl Fn(&CallInfo) + Send + Sync + 'static) -> Self {
@@ -194,7 +205,9 @@ impl Builder {
             pins: BTreeMap::new(),
             space: AddressSpace::new(self.placement, self.first_address, self.address_space),
             streams,
-            captures: Captures::default(),
+            captures: Captures::above(0),
+            graphs: Graphs::default(),
+            obeys_captures: self.obeys_captures,
             book: Book::default(),
             faults: FaultPlan::new(std::mem::take(&mut self.faults)),
             costs: Costs::default(),
@@ -203,8 +216,15 @@ impl Builder {
             chance: self.chance.take(),
             imports: Imports::default(),
         };
-        let sharing = Sharing { exchange: self.exchange, payloads: self.payloads };
-        MockBackend::assemble(sim, device_count, self.granularity, self.feed, self.hooks, sharing)
+        let neighbours = Neighbours { exchange: self.exchange, payloads: self.payloads };
+        MockBackend::assemble(
+            sim,
+            device_count,
+            self.granularity,
+            self.feed,
+            self.hooks,
+            neighbours,
+        )
     }
 }
 

@@ -59,11 +59,17 @@ pub enum Call {
     ExportPage,
     /// `SharePages::import_page`
     ImportPage,
+    /// `Capture::capture_status`
+    CaptureStatus,
+    /// `Capture::capture_tips`
+    CaptureTips,
+    /// `Capture::extend_past`
+    ExtendPast,
 }
 
 impl Call {
     /// Every kind, in declaration order.
-    pub const ALL: [Call; 25] = [
+    pub const ALL: [Call; 28] = [
         Call::Acquire,
         Call::Release,
         Call::Record,
@@ -89,6 +95,9 @@ impl Call {
         Call::AwaitEvent,
         Call::ExportPage,
         Call::ImportPage,
+        Call::CaptureStatus,
+        Call::CaptureTips,
+        Call::ExtendPast,
     ];
 
     /// Whether the call takes something that may have run out, so that
@@ -125,6 +134,9 @@ impl Call {
             Call::AwaitEvent => "await_event",
             Call::ExportPage => "export_page",
             Call::ImportPage => "import_page",
+            Call::CaptureStatus => "capture_status",
+            Call::CaptureTips => "capture_tips",
+            Call::ExtendPast => "extend_past",
         }
     }
 }

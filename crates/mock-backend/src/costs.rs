@@ -65,6 +65,9 @@ pub fn call_ns(call: Call, bytes: u64) -> u64 {
         Call::ExportSegment | Call::ExportEvent | Call::ExportPage => 10_000,
         Call::OpenSegment | Call::CloseSegment | Call::ImportPage => 50_000,
         Call::AwaitEvent => 50_000,
+        // Estimates: a look at the stream's state; a walk over a few nodes.
+        Call::CaptureStatus | Call::CaptureTips => 150,
+        Call::ExtendPast => 500,
     }
 }
 

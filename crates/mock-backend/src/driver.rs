@@ -68,7 +68,12 @@ impl MockBackend {
         sim.finish(begun, placed)
     }
 
-    pub(crate) fn check_stream(&self, sim: &mut Sim, s: &MockStream, info: &CallInfo) -> Result<(), Failure> {
+    pub(crate) fn check_stream(
+        &self,
+        sim: &mut Sim,
+        s: &MockStream,
+        info: &CallInfo,
+    ) -> Result<(), Failure> {
         if s.backend == self.shared.id {
             return Ok(());
         }
@@ -87,7 +92,12 @@ impl MockBackend {
         Err(sim.refuse(Rule::ForeignHandle, info, "it belongs to another backend"))
     }
 
-    pub(crate) fn check_size(&self, sim: &mut Sim, quantum: u64, info: &CallInfo) -> Result<(), Failure> {
+    pub(crate) fn check_size(
+        &self,
+        sim: &mut Sim,
+        quantum: u64,
+        info: &CallInfo,
+    ) -> Result<(), Failure> {
         let device_exists = info.device.index() < usize::from(self.shared.device_count);
         if info.bytes > 0 && info.bytes.is_multiple_of(quantum) && device_exists {
             return Ok(());

@@ -32,7 +32,7 @@ const GARBLED: Failure = (ErrorKind::Other, "the token is garbled");
 const GONE: Failure = (ErrorKind::Other, "there is no such memory or event any more");
 
 /// How a backend is connected to others.
-pub(crate) struct Sharing {
+pub(crate) struct Neighbours {
     pub(crate) exchange: Exchange,
     pub(crate) payloads: Option<Payloads>,
 }
@@ -218,7 +218,7 @@ impl MockBackend {
         device: DeviceId,
         physical: Piece,
     ) -> Result<Token<File>, Failure> {
-        let Sharing { exchange, payloads } = &self.shared.sharing;
+        let Neighbours { exchange, payloads } = &self.shared.neighbours;
         let (owner, bytes) = (self.shared.id, physical.1 - physical.0);
         let mut book = exchange.book.lock();
         let same = |export: &Exported| export.owner == owner && export.physical == physical;
@@ -228,7 +228,8 @@ impl MockBackend {
             let payload = payloads.as_ref().map(|make| Arc::new(make(bytes)));
             let device = sim.memory.devices[device.index()].key;
             let importers = Vec::new();
-            book.exports.insert(key, Exported { owner, kind, physical, device, importers, payload });
+            book.exports
+                .insert(key, Exported { owner, kind, physical, device, importers, payload });
             key
         });
         let payload = book.exports[&key].payload.as_ref();
@@ -253,7 +254,7 @@ impl MockBackend {
             return Err(sim.refuse(Rule::BadRequest, info, "the memory has another size"));
         }
         let payload = token.descriptor.map(Arc::new);
-        let exchange = &self.shared.sharing.exchange;
+        let exchange = &self.shared.neighbours.exchange;
         if machine != exchange.machine {
             return Ok(Import { bytes, export: None, payload });
         }
@@ -275,7 +276,7 @@ impl MockBackend {
     /// Undoes [`open`](Self::open).
     fn close(&self, import: &Import) {
         let Some((key, ..)) = import.export else { return };
-        let mut book = self.shared.sharing.exchange.book.lock();
+        let mut book = self.shared.neighbours.exchange.book.lock();
         if let Some(export) = book.exports.get_mut(&key) {
             export.importers.retain(|importer| *importer != self.shared.id);
         }
@@ -290,7 +291,7 @@ impl MockBackend {
 
     /// Memory of this process goes away; judges that nobody has borrowed it.
     pub(crate) fn end_export(&self, sim: &mut Sim, piece: Piece) {
-        let mut book = self.shared.sharing.exchange.book.lock();
+        let mut book = self.shared.neighbours.exchange.book.lock();
         let owner = self.shared.id;
         let borrower = book.borrower_of(owner, piece);
         book.exports.retain(|_, e| (e.owner, e.physical.0) != (owner, piece.0));
@@ -303,7 +304,7 @@ impl MockBackend {
     /// Judges that what was handed out is borrowed by nobody.
     pub(crate) fn judge_reuse(&self, sim: &mut Sim, addr: Addr, bytes: u64) {
         let pieces = sim.memory.pieces(addr, bytes).unwrap_or_default();
-        let book = self.shared.sharing.exchange.book.lock();
+        let book = self.shared.neighbours.exchange.book.lock();
         let lent = pieces.iter().any(|piece| book.borrower_of(self.shared.id, *piece).is_some());
         drop(book);
         if lent {
@@ -315,7 +316,7 @@ impl MockBackend {
     /// nothing any more, and nothing that it does is judged.
     pub fn kill(&self) {
         self.unload();
-        self.shared.sharing.exchange.forget(self.shared.id);
+        self.shared.neighbours.exchange.forget(self.shared.id);
     }
 
     /// The file with the bytes of the exported or imported memory at `addr`, and where they are in it;
@@ -326,10 +327,9 @@ impl MockBackend {
         if let Some((offset, import)) = sim.imports.of_physical(at) {
             return Some((Arc::clone(import.payload.as_ref()?), offset));
         }
-        let book = self.shared.sharing.exchange.book.lock();
-        let holds = |e: &&Exported| {
-            e.owner == self.shared.id && e.physical.0 <= at && at < e.physical.1
-        };
+        let book = self.shared.neighbours.exchange.book.lock();
+        let holds =
+            |e: &&Exported| e.owner == self.shared.id && e.physical.0 <= at && at < e.physical.1;
         let export = book.exports.values().find(holds)?;
         Some((Arc::clone(export.payload.as_ref()?), at - export.physical.0))
     }
@@ -352,7 +352,7 @@ impl Judge<'_> {
             self.allocated(addr, bytes, stream);
         }
         let mut sim = backend.sim();
-        let mut book = backend.shared.sharing.exchange.book.lock();
+        let mut book = backend.shared.neighbours.exchange.book.lock();
         let mut own =
             Borrowed { bytes, loans: known.loans + 1, held: known.held + 1, ready: known.ready };
         let event = ready.and_then(|token| decode(token).ok()).map(|[_, event, _]| event);
@@ -399,7 +399,7 @@ impl Judge<'_> {
         for stream in sim.streams.unseen_on(addr, bytes) {
             sim.violate(Rule::EarlyReturn, (Some(stream), None), (addr, bytes));
         }
-        let mut book = backend.shared.sharing.exchange.book.lock();
+        let mut book = backend.shared.neighbours.exchange.book.lock();
         book.borrows.retain(|borrow| (borrow.borrower, borrow.addr) != (backend.shared.id, addr));
     }
 }
@@ -497,7 +497,7 @@ impl Share for MockBackend {
             self.check_stream(sim, stream, &info)?;
             let event = self.event_on(sim, stream.index);
             let reached = sim.streams.reached(event.stream, event.items);
-            let exchange = self.shared.sharing.exchange.clone();
+            let exchange = self.shared.neighbours.exchange.clone();
             let mut book = exchange.book.lock();
             let number = book.number();
             book.events.insert(number, reached);
@@ -516,7 +516,7 @@ impl Share for MockBackend {
                 return Err(UNKNOWN_KIND);
             }
             let [machine, number, _] = decode(token)?;
-            let exchange = &self.shared.sharing.exchange;
+            let exchange = &self.shared.neighbours.exchange;
             if machine == exchange.machine && !exchange.book.lock().events.contains_key(&number) {
                 return Err(GONE);
             }

@@ -13,6 +13,8 @@ use crate::units::{Addr, DeviceId};
 /// A block that was just handed out.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct HandedOut {
+    /// Position of its heap: a pool that helps out has others than the request was for.
+    heap: u32,
     id: BlockId,
     addr: Addr,
     bytes: u64,
@@ -20,6 +22,20 @@ pub(super) struct HandedOut {
 
 impl<B: Backend> Shared<B> {
     pub(super) fn allocate(
+        &self,
+        cell: &HeapCell<B>,
+        requested: u64,
+    ) -> AllocResult<Allocation, B> {
+        if !self.devices[cell.device.index()].pools.scopes.is_empty()
+            && let Some(routed) = self.route(cell)
+        {
+            return self.allocate_here(&routed.cell, requested);
+        }
+        self.allocate_here(cell, requested)
+    }
+
+    /// [`allocate`](Self::allocate) whatever scopes are in force.
+    pub(super) fn allocate_here(
         &self,
         cell: &HeapCell<B>,
         requested: u64,
@@ -55,7 +71,7 @@ impl<B: Backend> Shared<B> {
             requested,
             stream: cell.stream.id(),
             block: block.map(|block| block.id),
-            heap: cell.index,
+            heap: block.map_or(cell.index, |block| block.heap),
             allocator: self.id,
         }
     }
@@ -129,6 +145,6 @@ impl<B: Backend> HeapBody<B> {
         self.heap.hand_out(block, request, ledger);
         let id = self.heap.blocks.id(block);
         let block = &self.heap.blocks[block];
-        HandedOut { id, addr: block.addr, bytes: block.bytes }
+        HandedOut { heap: self.index, id, addr: block.addr, bytes: block.bytes }
     }
 }

@@ -2,6 +2,7 @@
 //!
 //! The numbers are those of `docs/invariants.md`.
 
+use super::pools::check_pools;
 use super::{CachingAllocator, Device, HeapBody, HeapCell, Paging, Shared};
 use crate::backend::{Backend, SEGMENT_ALIGN, Segment};
 use crate::block::{Block, BlockId, BlockState};
@@ -30,7 +31,7 @@ impl fmt::Display for Violation {
 
 impl std::error::Error for Violation {}
 
-fn ensure(
+pub(super) fn ensure(
     holds: bool,
     invariant: &'static str,
     what: impl FnOnce() -> String,
@@ -104,6 +105,7 @@ impl<B: Backend> Shared<B> {
         ensure(draining == pending.len(), "I5", || {
             format!("{} blocks in event queues, {draining} draining", pending.len())
         })?;
+        check_pools(device)?;
         self.check_sums(id, device, &sums)?;
         self.check_pages(id, device)
     }

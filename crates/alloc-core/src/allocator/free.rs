@@ -36,7 +36,10 @@ impl<B: Backend> Shared<B> {
     }
 
     /// The heap and block of an allocation; `None` for one of 0 bytes.
-    pub(super) fn cell_of(&self, allocation: &Allocation) -> AllocResult<Option<(&HeapCell<B>, BlockId)>, B> {
+    pub(super) fn cell_of(
+        &self,
+        allocation: &Allocation,
+    ) -> AllocResult<Option<(&HeapCell<B>, BlockId)>, B> {
         let Some(id) = allocation.block else { return Ok(None) };
         if allocation.allocator != self.id {
             return Err(AllocError::ForeignAllocation { addr: allocation.addr });

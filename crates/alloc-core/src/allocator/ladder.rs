@@ -59,7 +59,10 @@ impl<B: Backend> Shared<B> {
         if !self.may_use_events() {
             // Giving memory back waits for the device, which is as forbidden as waiting for events.
             steps.push(LadderStep::Grow);
-            return self.grow(cell, request, false, trace);
+            let grown = self.grow(cell, request, false, trace)?;
+            return Ok(grown.or_else(|shortage| {
+                self.lent_by_pools(cell, request, steps, trace).ok_or(shortage)
+            }));
         }
         if self.collect_garbage(cell, request, trace)? {
             steps.push(LadderStep::GarbageCollection);
@@ -69,6 +72,9 @@ impl<B: Backend> Shared<B> {
         }
         steps.push(LadderStep::Grow);
         if let Ok(block) = self.grow(cell, request, false, trace)? {
+            return Ok(Ok(block));
+        }
+        if let Some(block) = self.lent_by_pools(cell, request, steps, trace) {
             return Ok(Ok(block));
         }
         if self.release_oversize(cell, request, trace)? {

@@ -12,11 +12,15 @@ mod grow;
 mod ladder;
 mod oom;
 mod paging;
+mod pools;
 mod reclaim;
 mod share;
 mod snapshot;
 
 pub use check::Violation;
+pub use pools::{
+    MemPool, PoolInfo, PoolOptions, PoolPin, PoolRef, PoolScope, ScopeFilter, ThreadScope,
+};
 pub use share::{Export, ShareHold};
 pub use snapshot::{BlockSnapshot, BlockStatus, SegmentSnapshot, Snapshot};
 
@@ -27,7 +31,7 @@ use crate::directory::Directory;
 use crate::error::{AllocError, BackendOp, FreeError, OomReport};
 use crate::events::EventQueue;
 use crate::handles::{HandleStore, HandleTable};
-use crate::heap::{Heap, Ledger, PoolShared, SegmentId};
+use crate::heap::{Heap, Ledger, SegmentId};
 use crate::lock::Lock;
 use crate::pager::{PageStore, Pager};
 use crate::stats::{Counters, DeviceStats, StatTable};
@@ -35,6 +39,7 @@ use crate::table::AppendTable;
 use crate::trace::{TraceBuffer, TraceSink};
 use crate::units::{Addr, DeviceId, PoolId, StreamId};
 use parking_lot::{Mutex, ReentrantMutex, RwLock};
+use pools::{Pool, Pools};
 use smallvec::SmallVec;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -84,7 +89,8 @@ pub(crate) struct HeapCell<B: Backend> {
     /// Position in the allocator's table.
     index: u32,
     device: DeviceId,
-    pool: PoolId,
+    /// Whether it belongs to a private pool. When that ends, the heap waits for another one.
+    private: bool,
     stream: B::Stream,
     state: Lock<HeapState<B>>,
     /// An event on the stream, and the heap's clock when it was recorded: once it is reached, what
@@ -103,7 +109,10 @@ struct HeapState<B: Backend> {
 
 /// The bookkeeping of a heap together with the backend values that belong to it.
 struct HeapBody<B: Backend> {
+    /// Position in the allocator's table.
+    index: u32,
     heap: Heap,
+    pool: Arc<Pool>,
     /// Tokens of the segments obtained whole.
     tokens: HashMap<SegmentId, B::Segment>,
     /// Streams other than the heap's own that a live block was used on.
@@ -128,9 +137,8 @@ struct Device<B: Backend> {
     counters: Mutex<Counters>,
     /// One table for all heaps, where the peak of their sum must be exact.
     exact: Option<Lock<StatTable>>,
-    /// In the order in which flushes walk them: the default pool first, streams by id.
-    heaps: RwLock<HeapMap<B>>,
-    default_pool: Arc<PoolShared>,
+    heaps: RwLock<Heaps<B>>,
+    pools: Pools<B>,
     /// Held by whoever obtains memory from the backend or gives it back. Re-entrant, because a
     /// backend may call the allocator.
     growth: ReentrantMutex<()>,
@@ -143,6 +151,40 @@ struct Device<B: Backend> {
 impl<B: Backend> HeapCell<B> {
     fn stream_id(&self) -> StreamId {
         self.stream.id()
+    }
+
+    fn pool(&self) -> Arc<Pool> {
+        Arc::clone(&self.state.lock().body.pool)
+    }
+}
+
+/// The heaps of one device.
+struct Heaps<B: Backend> {
+    /// In the order in which flushes walk them: the default pool first, streams by id.
+    by_owner: BTreeMap<(PoolId, StreamId), Arc<HeapCell<B>>>,
+    /// Heaps whose private pools have ended, by stream. They are empty, but their statistics count.
+    vacant: BTreeMap<StreamId, Vec<Arc<HeapCell<B>>>>,
+}
+
+impl<B: Backend> Heaps<B> {
+    const fn new() -> Self {
+        Heaps { by_owner: BTreeMap::new(), vacant: BTreeMap::new() }
+    }
+
+    /// The heaps of one pool, by stream id.
+    fn of_pool(&self, pool: PoolId) -> impl Iterator<Item = &Arc<HeapCell<B>>> {
+        let range = (pool, StreamId::new(0))..=(pool, StreamId::new(u64::MAX));
+        self.by_owner.range(range).map(|(_, cell)| cell)
+    }
+
+    /// Takes the heaps from a pool that has ended.
+    fn vacate(&mut self, pool: PoolId) {
+        let streams: Vec<_> = self.of_pool(pool).map(|cell| cell.stream_id()).collect();
+        for stream in streams {
+            if let Some(cell) = self.by_owner.remove(&(pool, stream)) {
+                self.vacant.entry(stream).or_default().push(cell);
+            }
+        }
     }
 }
 
@@ -164,14 +206,19 @@ impl<B: Backend> Device<B> {
 
     /// The heaps, in flush order.
     fn heaps(&self) -> Vec<Arc<HeapCell<B>>> {
-        self.heaps.read().values().cloned().collect()
+        self.heaps.read().by_owner.values().cloned().collect()
     }
 
     /// The heaps of one pool, by stream id.
     fn heaps_of(&self, pool: PoolId) -> Vec<Arc<HeapCell<B>>> {
+        self.heaps.read().of_pool(pool).cloned().collect()
+    }
+
+    /// Every heap that statistics are kept in.
+    fn counting_heaps(&self) -> Vec<Arc<HeapCell<B>>> {
         let heaps = self.heaps.read();
-        let range = (pool, StreamId::new(0))..=(pool, StreamId::new(u64::MAX));
-        heaps.range(range).map(|(_, cell)| Arc::clone(cell)).collect()
+        let vacant = heaps.vacant.values().flatten();
+        heaps.by_owner.values().chain(vacant).cloned().collect()
     }
 }
 
@@ -184,7 +231,6 @@ impl Drop for PagingTurn<'_> {
     }
 }
 
-type HeapMap<B> = BTreeMap<(PoolId, StreamId), Arc<HeapCell<B>>>;
 type Callback = Arc<dyn Fn(DeviceId) -> bool + Send + Sync>;
 type Observer = Arc<dyn Fn(&OomReport) + Send + Sync>;
 
@@ -225,6 +271,9 @@ struct Shared<B: Backend> {
     sink: RwLock<Option<Arc<dyn TraceSink>>>,
     /// [`EventHold`]s in force.
     holds: AtomicU32,
+    /// Numbers of the next pools; see [`PoolId`].
+    next_user_pool: AtomicU64,
+    next_capture_pool: AtomicU64,
     callbacks: Mutex<BTreeMap<String, Callback>>,
     observers: Mutex<Vec<Observer>>,
 }
@@ -312,6 +361,8 @@ impl<B: Backend + MemoryInfo> CachingAllocator<B> {
                 tracing: AtomicBool::new(false),
                 sink: RwLock::new(None),
                 holds: AtomicU32::new(0),
+                next_user_pool: AtomicU64::new(1),
+                next_capture_pool: AtomicU64::new(1),
                 callbacks: Mutex::new(BTreeMap::new()),
                 observers: Mutex::new(Vec::new()),
             }),
@@ -346,8 +397,8 @@ impl<B: Backend> Device<B> {
             moved: AtomicU64::new(0),
             counters: Mutex::new(Counters::default()),
             exact,
-            heaps: RwLock::new(BTreeMap::new()),
-            default_pool: Arc::new(PoolShared::new(PoolId::DEFAULT, false)),
+            heaps: RwLock::new(Heaps::new()),
+            pools: Pools::new(),
             growth: ReentrantMutex::new(()),
             paging: AtomicBool::new(false),
             events: EventQueue::new(config.event_order),
@@ -372,7 +423,7 @@ impl<B: Backend> CachingAllocator<B> {
     /// [`AllocError::NoSuchDevice`] if the stream's device is not the backend's.
     pub fn stream(&self, stream: &B::Stream) -> AllocResult<StreamHandle<B>, B> {
         let cell = self.shared.heap_of(stream)?;
-        Ok(StreamHandle { shared: Arc::clone(&self.shared), cell })
+        Ok(StreamHandle { shared: Arc::clone(&self.shared), cell, pool: None })
     }
 
     /// Allocates `bytes` for use on `stream`. 0 bytes get the null address and no memory.
@@ -641,11 +692,14 @@ pub struct Located {
 pub struct StreamHandle<B: Backend> {
     shared: Arc<Shared<B>>,
     cell: Arc<HeapCell<B>>,
+    /// Keeps the pool of the heap, if it is a private one.
+    pool: Option<PoolRef<B>>,
 }
 
 impl<B: Backend> Clone for StreamHandle<B> {
     fn clone(&self) -> Self {
-        StreamHandle { shared: Arc::clone(&self.shared), cell: Arc::clone(&self.cell) }
+        let (shared, cell) = (Arc::clone(&self.shared), Arc::clone(&self.cell));
+        StreamHandle { shared, cell, pool: self.pool.clone() }
     }
 }
 
@@ -731,33 +785,52 @@ impl<B: Backend> Shared<B> {
     /// The default-pool heap of a stream, made on first use.
     fn heap_of(&self, stream: &B::Stream) -> AllocResult<Arc<HeapCell<B>>, B> {
         let device = self.device(stream.device())?;
-        let key = (PoolId::DEFAULT, stream.id());
-        if let Some(cell) = device.heaps.read().get(&key) {
-            return Ok(Arc::clone(cell));
+        Ok(self.heap_in(device.pools.default_pool(), stream))
+    }
+
+    /// The heap of a pool on a stream of its device, made on first use. The pool must not end
+    /// meanwhile.
+    fn heap_in(&self, pool: &Arc<Pool>, stream: &B::Stream) -> Arc<HeapCell<B>> {
+        let device = &self.devices[stream.device().index()];
+        let key = (pool.id(), stream.id());
+        if let Some(cell) = device.heaps.read().by_owner.get(&key) {
+            return Arc::clone(cell);
         }
         device.events.note_stream(stream.id());
         let mut heaps = device.heaps.write();
-        let cell = heaps.entry(key).or_insert_with(|| {
-            let pool = Arc::clone(&device.default_pool);
-            Arc::clone(self.heaps.push(|index| Arc::new(self.new_heap(index, stream, pool))))
+        let Heaps { by_owner, vacant } = &mut *heaps;
+        let cell = by_owner.entry(key).or_insert_with(|| {
+            let private = pool.id() != PoolId::DEFAULT;
+            let vacant = vacant.get_mut(&stream.id()).filter(|_| private).and_then(Vec::pop);
+            match vacant {
+                Some(cell) => {
+                    self.move_in(&cell, pool);
+                    cell
+                }
+                None => {
+                    let make = |index| Arc::new(self.new_heap(index, stream, pool));
+                    Arc::clone(self.heaps.push(make))
+                }
+            }
         });
-        Ok(Arc::clone(cell))
+        Arc::clone(cell)
     }
 
-    fn new_heap(&self, index: u32, stream: &B::Stream, pool: Arc<PoolShared>) -> HeapCell<B> {
+    fn new_heap(&self, index: u32, stream: &B::Stream, pool: &Arc<Pool>) -> HeapCell<B> {
         let device = stream.device();
-        let limited = self.devices[device.index()].limit().is_some();
-        let rules = self.rules(&self.settings.lock(), limited);
+        let rules = self.rules_for(device, &self.settings.lock());
         HeapCell {
             index,
             device,
-            pool: pool.id,
+            private: pool.id() != PoolId::DEFAULT,
             stream: stream.clone(),
             mark: Mutex::new(None),
             view_mark: Mutex::new(None),
             state: Lock::new(HeapState {
                 body: HeapBody {
-                    heap: Heap::new(device, stream.id(), pool, rules),
+                    index,
+                    heap: Heap::new(device, stream.id(), Arc::clone(&pool.shared), rules),
+                    pool: Arc::clone(pool),
                     tokens: HashMap::new(),
                     uses: HashMap::new(),
                     shares: HashMap::new(),
@@ -765,6 +838,19 @@ impl<B: Backend> Shared<B> {
                 stats: StatTable::default(),
             }),
         }
+    }
+
+    /// Gives an empty heap whose pool has ended to another pool.
+    fn move_in(&self, cell: &HeapCell<B>, pool: &Arc<Pool>) {
+        let rules = self.rules_for(cell.device, &self.settings.lock());
+        let mut state = cell.state.lock();
+        state.body.pool = Arc::clone(pool);
+        state.body.heap.pool = Arc::clone(&pool.shared);
+        state.body.heap.rules = rules;
+    }
+
+    fn rules_for(&self, device: DeviceId, settings: &Settings) -> Rules {
+        self.rules(settings, self.devices[device.index()].limit().is_some())
     }
 
     fn rules(&self, settings: &Settings, limited: bool) -> Rules {
@@ -775,8 +861,8 @@ impl<B: Backend> Shared<B> {
     fn renew_rules(&self) {
         let settings = self.settings.lock().clone();
         for cell in self.heaps.iter() {
-            let limited = self.devices[cell.device.index()].limit().is_some();
-            cell.state.lock().body.heap.rules = self.rules(&settings, limited);
+            let rules = self.rules_for(cell.device, &settings);
+            cell.state.lock().body.heap.rules = rules;
         }
     }
 
@@ -806,7 +892,7 @@ impl<B: Backend> Shared<B> {
         if let Some(exact) = &device.exact {
             return f(&mut exact.lock());
         }
-        for cell in device.heaps() {
+        for cell in device.counting_heaps() {
             f(&mut cell.state.lock().stats);
         }
     }
@@ -833,7 +919,7 @@ impl<B: Backend> Shared<B> {
         let block = &heap.blocks[heap.blocks.resolve(id)?];
         Some(Located {
             device: cell.device,
-            pool: cell.pool,
+            pool: heap.pool.id,
             stream: heap.stream,
             bytes: block.bytes,
             requested: block.requested,

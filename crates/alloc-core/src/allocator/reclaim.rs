@@ -11,7 +11,7 @@ use crate::heap::{Heap, PageRun, Request};
 use crate::pager::Pager;
 use crate::size_class::SizeClass;
 use crate::trace::TraceBuffer;
-use crate::units::{Addr, DeviceId, PoolId};
+use crate::units::{Addr, DeviceId, PoolId, StreamId};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -46,10 +46,23 @@ impl<B: Backend> Shared<B> {
         device: DeviceId,
         trace: &mut TraceBuffer,
     ) -> AllocResult<(), B> {
-        let device = &self.devices[device.index()];
-        device.counters.lock().num_sync_all_streams += 1;
-        for stream in device.events.streams() {
-            while let Some(head) = device.events.wait_for_head(stream) {
+        self.devices[device.index()].counters.lock().num_sync_all_streams += 1;
+        self.wait_while(device, |_| true, trace)
+    }
+
+    /// Waits for the events of a device, stream by stream while `wanted` says so, and frees their
+    /// blocks.
+    pub(super) fn wait_while(
+        &self,
+        device: DeviceId,
+        wanted: impl Fn(StreamId) -> bool,
+        trace: &mut TraceBuffer,
+    ) -> AllocResult<(), B> {
+        let events = &self.devices[device.index()].events;
+        for stream in events.streams() {
+            while wanted(stream)
+                && let Some(head) = events.wait_for_head(stream)
+            {
                 if let Err(source) = self.backend.wait(&head.entry().event) {
                     return Err(AllocError::Backend { op: BackendOp::Wait, source });
                 }
@@ -59,8 +72,9 @@ impl<B: Backend> Shared<B> {
         Ok(())
     }
 
-    /// Gives all cached memory of the default pool back: the large class first; in each class the
-    /// segments obtained whole first, by stream, size and address (spec §2.10).
+    /// Gives all cached memory of the default pool back, then that of the pools that nobody refers
+    /// to. The default pool's large class goes first; in each class the segments obtained whole go
+    /// first, by stream, size and address (spec §2.10).
     pub(super) fn release_cached(
         &self,
         device: DeviceId,
@@ -77,10 +91,10 @@ impl<B: Backend> Shared<B> {
         for class in [SizeClass::Large, SizeClass::Small] {
             self.release_class(device, PoolId::DEFAULT, class, trace)?;
         }
-        Ok(())
+        self.release_unreferenced(device, trace)
     }
 
-    fn release_class(
+    pub(super) fn release_class(
         &self,
         device: DeviceId,
         pool: PoolId,
@@ -246,6 +260,37 @@ impl<B: Backend> Shared<B> {
         Ok(())
     }
 
+    /// Gives back the reservations of a heap in which nothing is its own: memory that was mapped there
+    /// has gone elsewhere.
+    pub(super) fn release_empty_reservations(&self, cell: &HeapCell<B>) -> AllocResult<(), B> {
+        let Some(paging) = &self.paging else { return Ok(()) };
+        let device = &self.devices[cell.device.index()];
+        let empty = || {
+            let state = cell.state.lock();
+            let heap = &state.body.heap;
+            let hole = |head: BlockIdx| {
+                let block = &heap.blocks[head];
+                block.state == BlockState::Unmapped && !block.is_split()
+            };
+            let mut segments = heap.segments.iter();
+            segments.find(|(_, s)| hole(s.head)).map(|(_, s)| (s.base, s.head))
+        };
+        if self.is_pinned() || empty().is_none() {
+            return Ok(());
+        }
+        let Some(_paging) = device.begin_paging() else { return Ok(()) };
+        // Views may be left of what was mapped there, and work that uses them.
+        self.synchronize(&cell.stream)?;
+        while let Some((base, hole)) = empty() {
+            paging
+                .pager()
+                .unreserve(base)
+                .map_err(|error| AllocError::Backend { op: error.op, source: error.source })?;
+            cell.state.lock().body.heap.forget_reservation(hole);
+        }
+        Ok(())
+    }
+
     /// Whether a range is being made in some reservation.
     fn is_pinned(&self) -> bool {
         match &self.paging {
@@ -276,9 +321,13 @@ impl<B: Backend> Shared<B> {
         let Some(max_split) = cell.state.lock().body.heap.rules.max_split_bytes else {
             return Ok(false);
         };
+        let pool = cell.pool();
+        if pool.is_pinned() {
+            return Ok(false);
+        }
         let wanted = request.rounded.max(max_split);
         let free: Vec<_> = self
-            .free_blocks(cell.device, cell.pool, request.class)
+            .free_blocks(cell.device, pool.id(), request.class)
             .into_iter()
             .filter(|block| block.cell.index == cell.index)
             .collect();

@@ -35,7 +35,11 @@ impl<E: fmt::Display> fmt::Display for ImportError<E> {
         match self {
             ImportError::Malformed(why) => write!(f, "not a shared block: {why}"),
             ImportError::NoSuchDevice(key) => {
-                write!(f, "the memory is on a device that this process does not see: {:02x?}", key.0)
+                write!(
+                    f,
+                    "the memory is on a device that this process does not see: {:02x?}",
+                    key.0
+                )
             }
             ImportError::Backend { op, source } => write!(f, "cannot {op}: {source}"),
         }
@@ -229,8 +233,7 @@ impl<B: SharePages> Drop for Imported<B> {
 impl<B: SharePages> Importer<B> {
     /// An importer without any memory.
     pub fn new(backend: B) -> Self {
-        let table =
-            Table { pages: BTreeMap::new(), spans: BTreeMap::new(), unclosed: Vec::new() };
+        let table = Table { pages: BTreeMap::new(), spans: BTreeMap::new(), unclosed: Vec::new() };
         Importer {
             shared: Arc::new(Shared {
                 backend,

@@ -11,6 +11,7 @@
 
 mod cases_expandable;
 mod cases_ladder;
+mod cases_pools;
 mod cases_sizes;
 mod cases_stats;
 mod cases_streams;

@@ -2,8 +2,8 @@
 
 use alloc_core::backend::Stream;
 use alloc_core::{
-    Addr, AllocError, Allocation, CachingAllocator, Config, DeviceId, Policy, Settings, TraceEntry,
-    TraceSink,
+    Addr, AllocError, Allocation, CachingAllocator, Config, DeviceId, Policy, PoolRef, Settings,
+    TraceEntry, TraceSink,
 };
 use mock_backend::{Builder, Call, LogEntry, MockBackend, MockError, MockStream, Work};
 use std::cell::RefCell;
@@ -91,7 +91,29 @@ impl Rig {
 
     /// Allocates; a kernel that touches the block is queued on its stream, ending when it can.
     pub(crate) fn try_alloc(&self, bytes: u64, stream: &MockStream) -> Result<Allocation, Error> {
-        let result = self.allocate(bytes, stream);
+        self.noted(self.allocate(bytes, stream), bytes, stream)
+    }
+
+    /// From a pool; otherwise as [`alloc`](Self::alloc).
+    #[track_caller]
+    pub(crate) fn alloc_in(
+        &self,
+        pool: &PoolRef<MockBackend>,
+        bytes: u64,
+        stream: &MockStream,
+    ) -> Allocation {
+        match self.noted(pool.allocate(bytes, stream), bytes, stream) {
+            Ok(block) => block,
+            Err(error) => panic!("{bytes} bytes: {error}"),
+        }
+    }
+
+    fn noted(
+        &self,
+        result: Result<Allocation, Error>,
+        bytes: u64,
+        stream: &MockStream,
+    ) -> Result<Allocation, Error> {
         if let Ok(block) = &result
             && bytes > 0
         {

@@ -95,8 +95,7 @@ impl Consumer {
     ) -> Result<Held, ImportError<MockError>> {
         let Export { block, tokens, hold } = export;
         let at = Arc::new(Mutex::new(Addr::NULL));
-        let lease =
-            Lease { backend: self.backend.clone(), at: Arc::clone(&at), hold: Some(hold) };
+        let lease = Lease { backend: self.backend.clone(), at: Arc::clone(&at), hold: Some(hold) };
         let same = ready.as_ref().map(again);
         let imported = self.importer.open(&block, tokens, ready, lease)?;
         *at.lock().unwrap() = imported.addr();
@@ -551,11 +550,8 @@ fn holds_keep_the_allocator() {
 #[test]
 fn a_callback_collects_what_consumers_returned() {
     let exchange = Exchange::new();
-    let rig = Rig::on(
-        MockBackend::builder().device(40 * MIB).exchange(&exchange),
-        Policy::Pytorch,
-        "",
-    );
+    let rig =
+        Rig::on(MockBackend::builder().device(40 * MIB).exchange(&exchange), Policy::Pytorch, "");
     let block = rig.alloc(40 * MIB, &rig.s(0));
     let hold = Mutex::new(Some(rig.share(&block).unwrap().hold));
     rig.free(block);

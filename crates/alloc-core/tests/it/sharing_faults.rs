@@ -92,8 +92,11 @@ fn every_call_fails() {
                             let pair = Pair::new(policy, text);
                             let fault =
                                 if lasting { Fault::from(*n) } else { Fault::nth(*n) }.kind(kind);
-                            let victim =
-                                if consumer_fails { &pair.consumer.backend } else { &pair.rig.backend };
+                            let victim = if consumer_fails {
+                                &pair.consumer.backend
+                            } else {
+                                &pair.rig.backend
+                            };
                             victim.set_faults([fault]);
                             pair.play();
                             let struck = victim.fault_counts().1 > 0;
@@ -137,9 +140,7 @@ fn random(seed: u64, steps: u64, faults: f64) {
     let mut rng = Rng::new(seed);
     let exchange = Exchange::new();
     let texts = ["", "expandable_segments:True"];
-    let rigs: Vec<Rig> = (0..4)
-        .map(|n| producer(&exchange, BOTH[n % 2], texts[n / 2]))
-        .collect();
+    let rigs: Vec<Rig> = (0..4).map(|n| producer(&exchange, BOTH[n % 2], texts[n / 2])).collect();
     let mut consumers: Vec<Consumer> = (0..3).map(|_| Consumer::new(&exchange)).collect();
     if faults > 0.0 {
         let all = rigs.iter().map(|rig| &rig.backend);

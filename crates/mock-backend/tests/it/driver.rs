@@ -1,12 +1,13 @@
 //! What the simulated driver does when nobody breaks a rule.
 
+use std::collections::HashSet;
 use std::fs::File;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use alloc_core::backend::{Backend, BackendError, Completion, ErrorKind, MemoryInfo, Refused};
 use alloc_core::backend::{
-    Page, Reservation, Segment, Share, SharePages, Stream, Token, VirtualMemory,
+    Backend, BackendError, Capture, CaptureStatus, Completion, ErrorKind, MemoryInfo, Page,
+    Refused, Reservation, Segment, Share, SharePages, Stream, Token, VirtualMemory,
 };
 use alloc_core::host::{PinMethod, PinRequest, PinnedSegment};
 use alloc_core::{Addr, StreamId};
@@ -171,7 +172,8 @@ fn scenario(backend: &MockBackend) -> Result<(), MockError> {
     backend.wait_event(&s0, &event)?;
     backend.memory(DEV0)?;
     backend.device_key(DEV0)?;
-    let opened = backend.open_segment(DEV0, 2 * MIB, elsewhere(backend.export_segment(&segment)?))?;
+    let opened =
+        backend.open_segment(DEV0, 2 * MIB, elsewhere(backend.export_segment(&segment)?))?;
     backend.close_segment(opened).map_err(back)?;
     let (_shared, token) = backend.export_event(&s0)?;
     backend.await_event(&s0, &token)?;
@@ -197,7 +199,10 @@ fn scenario(backend: &MockBackend) -> Result<(), MockError> {
     backend.judge().allocated_on_host(base, 2 * MIB);
     backend.copy_on_host(base, base + MIB, MIB)?;
     backend.judge().freed(base);
-    alloc_core::host::HostBackend::unpin(backend, pinned).map_err(back)
+    alloc_core::host::HostBackend::unpin(backend, pinned).map_err(back)?;
+    assert_eq!(backend.capture_status(&s0)?, CaptureStatus::None);
+    assert_eq!(backend.capture_tips(&s0)?, None);
+    backend.extend_past(&s0, &mut HashSet::new())
 }
 
 #[test]

@@ -4,5 +4,7 @@
 mod conformance;
 mod driver;
 mod golden;
+mod graphs;
 mod rules;
+mod sharing;
 mod trial;

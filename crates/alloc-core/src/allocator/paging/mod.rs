@@ -55,6 +55,8 @@ struct Terms {
     waiting: bool,
     /// The line was reached and moving as usual did not do.
     desperate: bool,
+    /// Nothing may move into, out of or inside the heap: it is only given new handles.
+    pinned: bool,
 }
 
 impl<B: Backend> Shared<B> {
@@ -78,7 +80,7 @@ impl<B: Backend> Shared<B> {
                 Err(Setback::Interrupted) if interrupted < ATTEMPTS => interrupted += 1,
                 Err(Setback::Interrupted) => return Ok(Err(Shortage::Memory)),
                 // The device holds less than it was taken to: what is reserved now is all there is.
-                Err(Setback::Shortage(Shortage::Memory)) if !terms.desperate => {
+                Err(Setback::Shortage(Shortage::Memory)) if !terms.desperate && !terms.pinned => {
                     terms.line = terms.line.min(device.reserved());
                     terms.desperate = true;
                 }
@@ -93,7 +95,7 @@ impl<B: Backend> Shared<B> {
         let most = self.settings.lock().ours.views_max as usize;
         let mark = cell.view_mark.lock().take();
         let crowded = mark.is_some() || store.layout().is_crowded(most);
-        if !crowded || !self.may_use_events() {
+        if !crowded || !self.may_use_events() || cell.pool().is_pinned() {
             *cell.view_mark.lock() = mark;
             return;
         }
@@ -129,13 +131,15 @@ impl<B: Backend> Shared<B> {
         let peak = device.needed_peak.fetch_max(needed, Ordering::Relaxed).max(needed);
         let margin = ((peak as f64 * knobs.margin) as u64).max(knobs.margin_bytes_min);
         let calm = cell.state.lock().body.heap.note_growth(request.class);
+        let pinned = cell.pool().is_pinned();
         Terms {
             knobs,
             unit,
-            line: peak.saturating_add(margin),
+            line: if pinned { u64::MAX } else { peak.saturating_add(margin) },
             handle_bytes_max: handle_bytes_max(&knobs, request, unit, calm),
             waiting,
             desperate: false,
+            pinned,
         }
     }
 
@@ -172,6 +176,7 @@ impl<B: Backend> Shared<B> {
         if need <= headroom {
             let ahead = request.rounded.saturating_mul(u64::from(terms.knobs.ahead));
             let ahead = ahead.max(terms.knobs.margin_bytes_min / 2).min(headroom).min(behind.bytes);
+            let ahead = if terms.pinned { need } else { ahead };
             let create = (ahead / terms.unit * terms.unit).max(need);
             let create = self.within_limit(device, create, need);
             let plan = Plan {
@@ -181,6 +186,9 @@ impl<B: Backend> Shared<B> {
             };
             let nothing = self.own_stock(store, cell, [u64::MAX; 2]);
             return self.extend(store, cell, request, &plan, &nothing, trace);
+        }
+        if terms.pinned {
+            return Ok(Err(Setback::Shortage(Shortage::Memory)));
         }
         // From here to the driver calls of `extend` nobody else can change what handles there are: the
         // backend is not called, and so cannot call back.
@@ -335,7 +343,8 @@ impl<B: Backend> Shared<B> {
     fn quiet_heaps(&self, cell: &HeapCell<B>, waiting: bool) -> AllocResult<Vec<Quiet<B>>, B> {
         let mut quiet = Vec::new();
         for other in self.devices[cell.device.index()].heaps() {
-            if other.index == cell.index || !has_idle_pages(&other) {
+            let away = other.index == cell.index || other.pool().is_pinned();
+            if away || !has_idle_pages(&other) {
                 continue;
             }
             if let Some(clock) = self.quiet_since(&other, waiting)? {
