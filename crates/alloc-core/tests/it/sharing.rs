@@ -329,7 +329,7 @@ fn a_block_over_several_handles_arrives_in_order() {
     assert!(most >= 5, "blocks of {most} pieces at most");
 }
 
-/// E7: opening many small blocks takes the address space of their pages, no more.
+/// Opening many small blocks takes the address space of their pages, no more.
 #[test]
 fn imports_reserve_only_what_they_span() {
     let exchange = Exchange::new();
@@ -461,6 +461,9 @@ fn killed_processes_take_nobody_along() {
     }
 }
 
+/// Something that goes wrong with a description on its way.
+type Change<'a> = &'a dyn Fn(&mut Export<MockBackend>);
+
 /// Cases L4 and L8, and what else a consumer must not believe.
 #[test]
 fn what_cannot_be_opened_is_refused_and_leaves_nothing() {
@@ -468,7 +471,7 @@ fn what_cannot_be_opened_is_refused_and_leaves_nothing() {
     let rig = producer(&exchange, Policy::Pytorch, "expandable_segments:True");
     let consumer = Consumer::new(&exchange);
     let block = rig.alloc(60 * MIB, &rig.s(0));
-    let open = |change: &dyn Fn(&mut Export<MockBackend>)| {
+    let open = |change: Change<'_>| {
         let mut export = rig.share(&block).unwrap();
         change(&mut export);
         let Err(error) = consumer.open(export, None) else { panic!("it was opened") };
@@ -480,7 +483,7 @@ fn what_cannot_be_opened_is_refused_and_leaves_nothing() {
     assert_eq!(alloc_core::backend::BackendError::kind(&source), ErrorKind::Unsupported);
     let device = open(&|export| export.block.device = DeviceKey([9; 16]));
     assert!(matches!(device, ImportError::NoSuchDevice(_)), "{device}");
-    let changes: [&dyn Fn(&mut Export<MockBackend>); 4] = [
+    let changes: [Change<'_>; 4] = [
         &|export| export.block.offset += 1,
         &|export| export.block.pieces[0].bytes += 512,
         &|export| export.block.pieces[1].kind = PieceKind::Segment,
