@@ -88,7 +88,7 @@ impl<B: Backend> Shared<B> {
                 let pending = events.len() as u32 + body.shares_of(block);
                 body.heap.request_free(block, pending, ledger);
                 for (stream, event) in uses.iter().zip(events) {
-                    queue.push(stream, Pending { event, heap: cell.index, block: id });
+                    queue.push(stream, Pending::new(event, cell.index, id));
                 }
                 if pending == 0 {
                     body.heap.finish_free(block, ledger);
