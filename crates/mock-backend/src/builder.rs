@@ -13,6 +13,7 @@ use crate::captures::Captures;
 use crate::faults::FaultPlan;
 use crate::judge::Book;
 use crate::memory::{Device, Memory};
+use crate::pools::Pools;
 use crate::sim::Sim;
 use crate::streams::Streams;
 use crate::{Call, CallInfo, Costs, Fault, Feed, MockBackend, Placement, Rng};
@@ -36,6 +37,7 @@ pub struct Builder {
     faults: Vec<Fault>,
     log: usize,
     strict: bool,
+    pools: bool,
     pub(crate) hooks: Vec<(Call, Hook)>,
 }
 
@@ -53,6 +55,7 @@ impl Builder {
             faults: Vec::new(),
             log: 0,
             strict: false,
+            pools: true,
             hooks: Vec::new(),
         }
     }
@@ -127,6 +130,12 @@ impl Builder {
         self
     }
 
+    /// A machine whose devices have no stream-ordered pools.
+    pub fn without_pools(mut self) -> Self {
+        self.pools = false;
+        self
+    }
+
     /// Runs `hook` at the start of every call of this kind, with no lock of the simulator held; see
     /// [`MockBackend::set_hook`].
     pub fn on(mut self, call: Call, hook: impl Fn(&CallInfo) + Send + Sync + 'static) -> Self {
@@ -166,6 +175,7 @@ impl Builder {
             streams,
             captures: Captures::default(),
             book: Book::default(),
+            pools: Pools::new(if self.pools { device_count } else { 0 }),
             faults: FaultPlan::new(std::mem::take(&mut self.faults)),
             costs: Costs::default(),
             log: Log::new(self.log),

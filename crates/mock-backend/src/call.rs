@@ -43,11 +43,25 @@ pub enum Call {
     Unpin,
     /// `CopyData::copy`
     Copy,
+    /// `StreamOrdered::create_pool`
+    CreatePool,
+    /// `StreamOrdered::destroy_pool`
+    DestroyPool,
+    /// `StreamOrdered::allocate_ordered`
+    AllocateOrdered,
+    /// `StreamOrdered::free_ordered`
+    FreeOrdered,
+    /// `StreamOrdered::set_pool_options` and `pool_options`
+    PoolOptions,
+    /// `StreamOrdered::pool_usage` and `reset_pool_peaks`
+    PoolUsage,
+    /// `StreamOrdered::trim_pool`
+    TrimPool,
 }
 
 impl Call {
     /// Every kind, in declaration order.
-    pub const ALL: [Call; 17] = [
+    pub const ALL: [Call; 24] = [
         Call::Acquire,
         Call::Release,
         Call::Record,
@@ -65,12 +79,22 @@ impl Call {
         Call::Pin,
         Call::Unpin,
         Call::Copy,
+        Call::CreatePool,
+        Call::DestroyPool,
+        Call::AllocateOrdered,
+        Call::FreeOrdered,
+        Call::PoolOptions,
+        Call::PoolUsage,
+        Call::TrimPool,
     ];
 
     /// Whether the call takes something that may have run out, so that
     /// [`ErrorKind::OutOfMemory`] is its natural failure.
     pub const fn takes_memory(self) -> bool {
-        matches!(self, Call::Acquire | Call::Create | Call::Reserve | Call::Pin)
+        matches!(
+            self,
+            Call::Acquire | Call::Create | Call::Reserve | Call::Pin | Call::AllocateOrdered
+        )
     }
 
     /// The name of the trait method.
@@ -93,6 +117,13 @@ impl Call {
             Call::Pin => "pin",
             Call::Unpin => "unpin",
             Call::Copy => "copy",
+            Call::CreatePool => "create_pool",
+            Call::DestroyPool => "destroy_pool",
+            Call::AllocateOrdered => "allocate_ordered",
+            Call::FreeOrdered => "free_ordered",
+            Call::PoolOptions => "pool_options",
+            Call::PoolUsage => "pool_usage",
+            Call::TrimPool => "trim_pool",
         }
     }
 }

@@ -14,6 +14,7 @@ use crate::event::MockEvent;
 use crate::faults::FaultPlan;
 use crate::judge::{Book, end_of, unordered};
 use crate::memory::{Device, Memory, Piece};
+use crate::pools::Pools;
 use crate::streams::{Ending, Lane, MockStream, Streams, Work, id_of};
 use crate::{Call, CallInfo, Costs, LogEntry, MockError, Rng, Rule, Violation};
 
@@ -34,6 +35,7 @@ pub(crate) struct Sim {
     pub(crate) streams: Streams,
     pub(crate) captures: Captures,
     pub(crate) book: Book,
+    pub(crate) pools: Pools,
     pub(crate) faults: FaultPlan,
     pub(crate) costs: Costs,
     pub(crate) log: Log,
@@ -185,6 +187,7 @@ impl Sim {
         if !self.book.holds(addr, bytes) {
             self.violate(Rule::UnallocatedUse, place.0, place.1);
         }
+        self.judge_use_of_pool(stream, addr, bytes);
         match self.memory.translate(addr, bytes, stream.device) {
             Ok(pieces) => pieces,
             Err(rule) => {

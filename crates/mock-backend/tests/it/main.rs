@@ -4,5 +4,6 @@
 mod conformance;
 mod driver;
 mod golden;
+mod pools;
 mod rules;
 mod trial;

@@ -457,6 +457,8 @@ fn leaks_name_everything() {
         pages: vec![2 * MIB],
         events: 1,
         allocations: vec![(segment.base(), 512)],
+        ordered: Vec::new(),
+        pools: 0,
     };
     assert_eq!(backend.leaks(), expected);
     assert!(
