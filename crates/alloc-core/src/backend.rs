@@ -2,15 +2,18 @@
 //!
 //! The allocator decides; a backend only acts. Rules that hold for every method:
 //!
-//! * it is called with **no allocator lock held**, so it may block and may call back into the
-//!   allocator;
+//! * it is called with **no lock that a hit takes**, so it may block and may call back into the
+//!   allocator. Calls that obtain memory or give it back are made under the device's growth lock: the
+//!   calling thread may take it again, but must not wait there for another thread's growth;
 //! * it may be called from any thread, and from several at once;
 //! * an error means that nothing was done.
 //!
-//! Optional powers are traits of their own ([`VirtualMemory`], [`MemoryInfo`]); no method fails by
-//! default.
+//! Optional powers are traits of their own ([`VirtualMemory`], [`Capture`], [`MemoryInfo`]); no
+//! method fails by default.
 
 use crate::units::{Addr, DeviceId, StreamId};
+use std::collections::HashSet;
+use std::fmt;
 
 /// An ordered queue of device work. Cheap to clone; clones are the same stream.
 pub trait Stream: Clone + Send + Sync + 'static {
@@ -232,5 +235,101 @@ pub trait VirtualMemory: Backend {
         reservation: &Self::Reservation,
         at: Addr,
         bytes: u64,
+    ) -> Result<(), Self::Error>;
+}
+
+/// Identity of a capture: never that of another one in the life of the process.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub struct CaptureId(u64);
+
+impl CaptureId {
+    /// Wraps an id chosen by the backend.
+    pub const fn new(raw: u64) -> Self {
+        CaptureId(raw)
+    }
+
+    /// The raw id.
+    pub const fn get(self) -> u64 {
+        self.0
+    }
+}
+
+impl fmt::Display for CaptureId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "capture {}", self.0)
+    }
+}
+
+/// Identity of a piece of captured work: never that of another one of the same capture while the
+/// capture goes on.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub struct GraphNodeId(u64);
+
+impl GraphNodeId {
+    /// Wraps an id chosen by the backend.
+    pub const fn new(raw: u64) -> Self {
+        GraphNodeId(raw)
+    }
+
+    /// The raw id.
+    pub const fn get(self) -> u64 {
+        self.0
+    }
+}
+
+/// What becomes of the work that is queued on a stream now.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum CaptureStatus {
+    /// It runs.
+    None,
+    /// It goes into the graph of this capture, to run whenever that is replayed.
+    Active(CaptureId),
+    /// It is lost: the capture that the stream takes part in has failed and must still be ended.
+    Invalidated,
+}
+
+/// Where a stream stands in the graph of a capture.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct CaptureTips {
+    /// The capture.
+    pub capture: CaptureId,
+    /// The captured work that the stream's next work comes right after; empty if it comes after
+    /// none.
+    pub nodes: Vec<GraphNodeId>,
+}
+
+/// Backends whose streams can be captured into graphs (CUDA's stream capture).
+///
+/// A capture is begun and ended by whoever queues the work; the allocator only asks about it. So
+/// that others can go on meanwhile, [`Backend::acquire`], [`record`](Backend::record),
+/// [`query`](Backend::query), [`wait`](Backend::wait) and the calls of [`VirtualMemory`] must not
+/// disturb a capture, as long as no event of a capturing stream is involved.
+/// [`Backend::release`] may: the allocator does not call it while it knows of a capture.
+pub trait Capture: Backend {
+    /// Whether `stream` takes part in a capture. Called on every allocation while the allocator
+    /// knows of a capture, so it should be quick.
+    ///
+    /// # Errors
+    /// Any but [`ErrorKind::OutOfMemory`].
+    fn capture_status(&self, stream: &Self::Stream) -> Result<CaptureStatus, Self::Error>;
+
+    /// Where `stream` stands in the graph; `None` if it does not capture, or if the backend cannot
+    /// tell.
+    ///
+    /// # Errors
+    /// Any but [`ErrorKind::OutOfMemory`].
+    fn capture_tips(&self, stream: &Self::Stream) -> Result<Option<CaptureTips>, Self::Error>;
+
+    /// Adds to `past` all captured work that the next work of `stream` comes after in every replay,
+    /// at however many removes. `past` holds what earlier calls for the same stream and capture put
+    /// there, or nothing, and what is in it need not be walked again. Adds nothing if the stream does
+    /// not capture.
+    ///
+    /// # Errors
+    /// Any but [`ErrorKind::OutOfMemory`]; what was added until then is right.
+    fn extend_past(
+        &self,
+        stream: &Self::Stream,
+        past: &mut HashSet<GraphNodeId>,
     ) -> Result<(), Self::Error>;
 }

@@ -11,6 +11,7 @@ use crate::backend::Hook;
 use crate::call::Log;
 use crate::captures::Captures;
 use crate::faults::FaultPlan;
+use crate::graphs::Graphs;
 use crate::judge::Book;
 use crate::memory::{Device, Memory};
 use crate::pools::Pools;
@@ -38,6 +39,7 @@ pub struct Builder {
     log: usize,
     strict: bool,
     pools: bool,
+    obeys_captures: bool,
     pub(crate) hooks: Vec<(Call, Hook)>,
 }
 
@@ -56,6 +58,7 @@ impl Builder {
             log: 0,
             strict: false,
             pools: true,
+            obeys_captures: false,
             hooks: Vec::new(),
         }
     }
@@ -136,6 +139,14 @@ impl Builder {
         self
     }
 
+    /// Queries of events and waits for them are subject to the [`CaptureMode`](crate::CaptureMode)s
+    /// of captures, as they are on CUDA unless the thread is put into relaxed mode for the call.
+    /// Default: they are not, as the contract of [`Capture`](alloc_core::backend::Capture) demands.
+    pub fn obeys_capture_modes(mut self) -> Self {
+        self.obeys_captures = true;
+        self
+    }
+
     /// Runs `hook` at the start of every call of this kind, with no lock of the simulator held; see
     /// [`MockBackend::set_hook`].
     pub fn on(mut self, call: Call, hook: impl Fn(&CallInfo) + Send + Sync + 'static) -> Self {
@@ -173,7 +184,9 @@ impl Builder {
             pins: BTreeMap::new(),
             space: AddressSpace::new(self.placement, self.first_address, self.address_space),
             streams,
-            captures: Captures::default(),
+            captures: Captures::above(0),
+            graphs: Graphs::default(),
+            obeys_captures: self.obeys_captures,
             book: Book::default(),
             pools: Pools::new(if self.pools { device_count } else { 0 }),
             faults: FaultPlan::new(std::mem::take(&mut self.faults)),

@@ -57,11 +57,17 @@ pub enum Call {
     PoolUsage,
     /// `StreamOrdered::trim_pool`
     TrimPool,
+    /// `Capture::capture_status`
+    CaptureStatus,
+    /// `Capture::capture_tips`
+    CaptureTips,
+    /// `Capture::extend_past`
+    ExtendPast,
 }
 
 impl Call {
     /// Every kind, in declaration order.
-    pub const ALL: [Call; 24] = [
+    pub const ALL: [Call; 27] = [
         Call::Acquire,
         Call::Release,
         Call::Record,
@@ -86,6 +92,9 @@ impl Call {
         Call::PoolOptions,
         Call::PoolUsage,
         Call::TrimPool,
+        Call::CaptureStatus,
+        Call::CaptureTips,
+        Call::ExtendPast,
     ];
 
     /// Whether the call takes something that may have run out, so that
@@ -124,6 +133,9 @@ impl Call {
             Call::PoolOptions => "pool_options",
             Call::PoolUsage => "pool_usage",
             Call::TrimPool => "trim_pool",
+            Call::CaptureStatus => "capture_status",
+            Call::CaptureTips => "capture_tips",
+            Call::ExtendPast => "extend_past",
         }
     }
 }

@@ -1,7 +1,7 @@
 //! The contract of the backend traits as a suite that any backend can run, real GPUs included.
 //!
 //! A backend's test says how to make work and to wait for it ([`Harness`]) and calls [`run`], and
-//! [`run_virtual_memory`] if it has virtual memory. Each check panics with what is wrong. They need
+//! [`run_virtual_memory`] and [`run_capture`] if it has those powers. Each check panics with what is wrong. They need
 //! about 100 MiB on one device that nothing else fills up meanwhile.
 //!
 //! ```
@@ -23,6 +23,10 @@
 //! conformance::run(make);
 //! conformance::run_virtual_memory(make);
 //! ```
+
+mod capture;
+
+pub use capture::{CaptureHarness, run_capture};
 
 use std::fmt::Debug;
 

@@ -66,6 +66,9 @@ pub fn call_ns(call: Call, bytes: u64) -> u64 {
         Call::FreeOrdered => 600,
         Call::PoolOptions | Call::PoolUsage => 500,
         Call::CreatePool | Call::DestroyPool | Call::TrimPool => 20_000,
+        // Estimates: a look at the stream's state; a walk over a few nodes.
+        Call::CaptureStatus | Call::CaptureTips => 150,
+        Call::ExtendPast => 500,
     }
 }
 

@@ -68,7 +68,12 @@ impl MockBackend {
         sim.finish(begun, placed)
     }
 
-    fn check_stream(&self, sim: &mut Sim, s: &MockStream, info: &CallInfo) -> Result<(), Failure> {
+    pub(crate) fn check_stream(
+        &self,
+        sim: &mut Sim,
+        s: &MockStream,
+        info: &CallInfo,
+    ) -> Result<(), Failure> {
         if s.backend == self.shared.id {
             return Ok(());
         }

@@ -162,7 +162,7 @@ impl MockBackend {
         let info = on_range(Call::Copy, DeviceId::new(0), to, bytes);
         self.call(info, |sim, _| {
             for at in [to, from] {
-                if sim.memory.pieces(at, bytes).is_err() || !sim.book.holds(at, bytes) {
+                if sim.memory.pieces(at, bytes).is_err() || sim.book.holding(at, bytes).is_none() {
                     return Err(sim.refuse(Rule::UnallocatedUse, &info, "not one allocation"));
                 }
             }
@@ -225,10 +225,10 @@ impl Sim {
         let lanes = self.streams.all.iter().map(|state| &state.lane).enumerate();
         let host = Lane::default();
         let endangered =
-            unordered(lanes, (usize::MAX, &host), |s| self.streams.host.get(s), &pieces);
+            unordered(lanes, (usize::MAX, &host), |s| self.streams.host.get(s), &pieces, true);
         for stream in endangered {
             self.violate(Rule::EarlyReuse, (None, Some(stream)), range);
         }
-        self.book.insert(addr, bytes, pieces);
+        self.book.insert(addr, bytes, pieces, None);
     }
 }

@@ -239,7 +239,7 @@ impl Sim {
         let pieces = self.memory.pieces(base, bytes).unwrap_or_default();
         let lanes = self.streams.all.iter().map(|state| &state.lane).enumerate();
         let own = (stream, &self.streams.all[stream].lane);
-        let under_work = unordered(lanes, own, |s| self.streams.host.get(s), &pieces);
+        let under_work = unordered(lanes, own, |s| self.streams.host.get(s), &pieces, true);
         for other in under_work {
             self.violate(Rule::FreeUnderWork, (Some(stream), Some(other)), (base, bytes));
         }

@@ -59,6 +59,16 @@ pub enum Rule {
     FreeUnderWork,
     /// A call that the driver forbids while a capture is going on; the capture is now invalid.
     CallDuringCapture,
+    /// An allocation was handed out over memory that belongs to a graph, or to a capture that goes
+    /// on, to somebody who does not share it.
+    GraphAliased,
+    /// A segment was released, or a page unmapped, that belongs to a graph which still exists, or to
+    /// a capture that goes on.
+    ReturnedUnderGraph,
+    /// A graph was replayed whose memory is gone, or is other memory than when it was captured.
+    ReplayWithoutMemory,
+    /// A graph was replayed while other work on the same memory may still run.
+    ReplayRace,
 }
 
 /// One broken rule.
@@ -108,6 +118,8 @@ pub struct Leaks {
     pub pools: usize,
     /// Number of events that still exist.
     pub events: usize,
+    /// Number of captures that were not ended.
+    pub captures: usize,
     /// Allocations that the judge was told of and never freed: address, bytes.
     pub allocations: Vec<(Addr, u64)>,
 }

@@ -38,12 +38,7 @@ pub(super) const CRATES: &[CratePolicy] = &[
         outside: Outside::Any,
         unsafe_in: &[],
     },
-    CratePolicy {
-        name: "alloc-api",
-        uses: &["alloc-core"],
-        outside: Outside::Any,
-        unsafe_in: &[],
-    },
+    CratePolicy { name: "alloc-api", uses: &["alloc-core"], outside: Outside::Any, unsafe_in: &[] },
     CratePolicy { name: "cuda-driver", uses: &[], outside: Outside::Any, unsafe_in: &["src"] },
     CratePolicy {
         name: "alloc-cuda",

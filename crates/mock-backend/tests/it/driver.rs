@@ -1,10 +1,12 @@
 //! What the simulated driver does when nobody breaks a rule.
 
+use std::collections::HashSet;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use alloc_core::backend::VirtualMemory;
 use alloc_core::backend::{Backend, BackendError, Completion, ErrorKind, MemoryInfo, Refused};
-use alloc_core::backend::{Page, Reservation, Segment, Stream, VirtualMemory};
+use alloc_core::backend::{Capture, CaptureStatus, Page, Reservation, Segment, Stream};
 use alloc_core::host::{PinMethod, PinRequest, PinnedSegment};
 use alloc_core::ordered::{PoolOptions, PoolReuse, StreamOrdered};
 use alloc_core::{Addr, StreamId};
@@ -190,7 +192,10 @@ fn scenario(backend: &MockBackend) -> Result<(), MockError> {
     backend.free_ordered(memory, &s0).map_err(back)?;
     backend.pool_usage(&pool)?;
     backend.trim_pool(&pool, 0)?;
-    backend.destroy_pool(pool).map_err(back)
+    backend.destroy_pool(pool).map_err(back)?;
+    assert_eq!(backend.capture_status(&s0)?, CaptureStatus::None);
+    assert_eq!(backend.capture_tips(&s0)?, None);
+    backend.extend_past(&s0, &mut HashSet::new())
 }
 
 #[test]

@@ -4,6 +4,7 @@
 mod conformance;
 mod driver;
 mod golden;
+mod graphs;
 mod pools;
 mod rules;
 mod trial;
