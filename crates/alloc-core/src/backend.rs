@@ -2,8 +2,9 @@
 //!
 //! The allocator decides; a backend only acts. Rules that hold for every method:
 //!
-//! * it is called with **no allocator lock held**, so it may block and may call back into the
-//!   allocator;
+//! * it is called with **no lock that a hit takes**, so it may block and may call back into the
+//!   allocator. Calls that obtain memory or give it back are made under the device's growth lock: the
+//!   calling thread may take it again, but must not wait there for another thread's growth;
 //! * it may be called from any thread, and from several at once;
 //! * an error means that nothing was done.
 //!

@@ -83,7 +83,7 @@ impl<B: Backend> Shared<B> {
                 let block = body.forget_uses(id);
                 body.heap.request_free(block, events.len() as u32, ledger);
                 for (stream, event) in uses.iter().zip(events) {
-                    queue.push(stream, Pending { event, heap: cell.index, block: id });
+                    queue.push(stream, Pending::new(event, cell.index, id));
                 }
                 true
             });
