@@ -23,13 +23,14 @@ pub mod trace;
 mod units;
 
 pub use allocator::{
-    Allocation, BlockSnapshot, BlockStatus, CachingAllocator, EventHold, Located, MemPool,
-    PoolInfo, PoolOptions, PoolPin, PoolRef, PoolScope, ScopeFilter, SegmentSnapshot, Snapshot,
-    StreamHandle, ThreadScope, Violation,
+    Allocation, BlockSnapshot, BlockStatus, CachingAllocator, Checkpoint, EventHold, Located,
+    MemPool, PoolInfo, PoolOptions, PoolPin, PoolRef, PoolScope, Restored, ScopeFilter,
+    SegmentSnapshot, Snapshot, StaleBlock, StreamHandle, ThreadScope, Violation,
 };
 pub use config::{ConfError, Config, Policy, Settings};
 pub use error::{
-    AddressSpaceLack, AllocError, BackendOp, FreeError, HeapReport, LadderStep, OomReport,
+    AddressSpaceLack, AllocError, BackendOp, CheckpointFlaw, FreeError, HeapReport, LadderStep,
+    OomReport,
 };
 pub use size_class::SizeClass;
 pub use stats::DeviceStats;
