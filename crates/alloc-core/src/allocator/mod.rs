@@ -19,7 +19,8 @@ mod snapshot;
 
 pub use check::Violation;
 pub use pools::{
-    MemPool, PoolInfo, PoolOptions, PoolPin, PoolRef, PoolScope, ScopeFilter, ThreadScope,
+    Checkpoint, MemPool, PoolInfo, PoolOptions, PoolPin, PoolRef, PoolScope, Restored, ScopeFilter,
+    StaleBlock, ThreadScope,
 };
 pub use share::{Export, ShareHold};
 pub use snapshot::{BlockSnapshot, BlockStatus, SegmentSnapshot, Snapshot};

@@ -16,6 +16,7 @@ mod cases_sizes;
 mod cases_stats;
 mod cases_streams;
 mod cases_threads;
+mod checkpoints;
 mod errors;
 mod faults;
 mod interleave;
