@@ -418,7 +418,7 @@ fn a_shared_block_stands_in_the_way_of_a_restore() {
         rig.free(later);
         assert!(p.checkpoint().is_err(), "it drains");
         drop(export);
-        rig.restore(p, &cp);
+        assert!(rig.restore(p, &cp).revived.is_empty());
         assert!(p.live_blocks().is_empty());
     });
 }
