@@ -23,8 +23,9 @@ mod units;
 
 pub use allocator::{
     Allocation, BlockSnapshot, BlockStatus, CachingAllocator, Checkpoint, EventHold, Located,
-    MemPool, PoolInfo, PoolOptions, PoolPin, PoolRef, PoolScope, Restored, ScopeFilter,
-    SegmentSnapshot, Snapshot, StaleBlock, StreamHandle, ThreadScope, Violation,
+    MemPool, PageSource, PoolInfo, PoolOptions, PoolPin, PoolRef, PoolScope, Restored, ScopeFilter,
+    SegmentSnapshot, SegmentSource, Snapshot, SourceError, StaleBlock, StreamHandle, ThreadScope,
+    Violation,
 };
 pub use config::{ConfError, Config, Policy, Settings};
 pub use error::{

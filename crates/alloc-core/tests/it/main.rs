@@ -24,5 +24,6 @@ mod machine;
 mod pictures;
 mod replay;
 mod rig;
+mod sources;
 mod teardown;
 mod threads;
