@@ -13,6 +13,7 @@ mod handles;
 mod heap;
 pub mod host;
 mod lock;
+pub mod ordered;
 mod pager;
 pub mod size_class;
 pub mod stats;

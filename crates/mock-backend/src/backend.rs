@@ -169,6 +169,7 @@ impl MockBackend {
         sim.operation += 1;
         let all: Vec<usize> = (0..sim.streams.all.len()).collect();
         sim.host_waits_for_all(&all);
+        sim.after_sync();
     }
 
     /// The host waits for all work of `device` (cudaDeviceSynchronize).
@@ -177,6 +178,7 @@ impl MockBackend {
         sim.operation += 1;
         let all = sim.streams.of_device(device);
         sim.host_waits_for_all(&all);
+        sim.after_sync();
     }
 
     /// The host waits for all work of `stream` (cudaStreamSynchronize).
@@ -185,6 +187,7 @@ impl MockBackend {
         let mut sim = self.sim();
         sim.operation += 1;
         sim.host_waits_for_all(&[index]);
+        sim.after_sync();
     }
 
     /// What follows on `stream` runs after `event` (cudaStreamWaitEvent); the host does not wait. If
@@ -265,10 +268,12 @@ impl MockBackend {
             return Leaks::default();
         }
         Leaks {
-            segments: sim.memory.live_segments(),
+            segments: sim.live_segments(),
             reservations: sim.memory.live_reservations(),
             mappings: sim.memory.live_mappings(),
             pages: sim.memory.live_pages(),
+            ordered: sim.pools.live(),
+            pools: sim.pools.unended(),
             events: self.shared.events.load(Ordering::Relaxed),
             captures: sim.captures.count(),
             allocations: sim.book.live(),

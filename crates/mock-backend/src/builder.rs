@@ -14,6 +14,7 @@ use crate::faults::FaultPlan;
 use crate::graphs::Graphs;
 use crate::judge::Book;
 use crate::memory::{Device, Memory};
+use crate::pools::Pools;
 use crate::sim::Sim;
 use crate::streams::Streams;
 use crate::{Call, CallInfo, Costs, Fault, Feed, MockBackend, Placement, Rng};
@@ -37,6 +38,7 @@ pub struct Builder {
     faults: Vec<Fault>,
     log: usize,
     strict: bool,
+    pools: bool,
     obeys_captures: bool,
     pub(crate) hooks: Vec<(Call, Hook)>,
 }
@@ -55,6 +57,7 @@ impl Builder {
             faults: Vec::new(),
             log: 0,
             strict: false,
+            pools: true,
             obeys_captures: false,
             hooks: Vec::new(),
         }
@@ -130,6 +133,12 @@ impl Builder {
         self
     }
 
+    /// A machine whose devices have no stream-ordered pools.
+    pub fn without_pools(mut self) -> Self {
+        self.pools = false;
+        self
+    }
+
     /// Queries of events and waits for them are subject to the [`CaptureMode`](crate::CaptureMode)s
     /// of captures, as they are on CUDA unless the thread is put into relaxed mode for the call.
     /// Default: they are not, as the contract of [`Capture`](alloc_core::backend::Capture) demands.
@@ -179,6 +188,7 @@ impl Builder {
             graphs: Graphs::default(),
             obeys_captures: self.obeys_captures,
             book: Book::default(),
+            pools: Pools::new(if self.pools { device_count } else { 0 }),
             faults: FaultPlan::new(std::mem::take(&mut self.faults)),
             costs: Costs::default(),
             log: Log::new(self.log),

@@ -43,6 +43,20 @@ pub enum Call {
     Unpin,
     /// `CopyData::copy`
     Copy,
+    /// `StreamOrdered::create_pool`
+    CreatePool,
+    /// `StreamOrdered::destroy_pool`
+    DestroyPool,
+    /// `StreamOrdered::allocate_ordered`
+    AllocateOrdered,
+    /// `StreamOrdered::free_ordered`
+    FreeOrdered,
+    /// `StreamOrdered::set_pool_options` and `pool_options`
+    PoolOptions,
+    /// `StreamOrdered::pool_usage` and `reset_pool_peaks`
+    PoolUsage,
+    /// `StreamOrdered::trim_pool`
+    TrimPool,
     /// `Capture::capture_status`
     CaptureStatus,
     /// `Capture::capture_tips`
@@ -53,7 +67,7 @@ pub enum Call {
 
 impl Call {
     /// Every kind, in declaration order.
-    pub const ALL: [Call; 20] = [
+    pub const ALL: [Call; 27] = [
         Call::Acquire,
         Call::Release,
         Call::Record,
@@ -71,6 +85,13 @@ impl Call {
         Call::Pin,
         Call::Unpin,
         Call::Copy,
+        Call::CreatePool,
+        Call::DestroyPool,
+        Call::AllocateOrdered,
+        Call::FreeOrdered,
+        Call::PoolOptions,
+        Call::PoolUsage,
+        Call::TrimPool,
         Call::CaptureStatus,
         Call::CaptureTips,
         Call::ExtendPast,
@@ -79,7 +100,10 @@ impl Call {
     /// Whether the call takes something that may have run out, so that
     /// [`ErrorKind::OutOfMemory`] is its natural failure.
     pub const fn takes_memory(self) -> bool {
-        matches!(self, Call::Acquire | Call::Create | Call::Reserve | Call::Pin)
+        matches!(
+            self,
+            Call::Acquire | Call::Create | Call::Reserve | Call::Pin | Call::AllocateOrdered
+        )
     }
 
     /// The name of the trait method.
@@ -102,6 +126,13 @@ impl Call {
             Call::Pin => "pin",
             Call::Unpin => "unpin",
             Call::Copy => "copy",
+            Call::CreatePool => "create_pool",
+            Call::DestroyPool => "destroy_pool",
+            Call::AllocateOrdered => "allocate_ordered",
+            Call::FreeOrdered => "free_ordered",
+            Call::PoolOptions => "pool_options",
+            Call::PoolUsage => "pool_usage",
+            Call::TrimPool => "trim_pool",
             Call::CaptureStatus => "capture_status",
             Call::CaptureTips => "capture_tips",
             Call::ExtendPast => "extend_past",

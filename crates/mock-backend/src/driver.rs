@@ -215,6 +215,7 @@ impl Backend for MockBackend {
             sim.may_ask(event, &info)?;
             begun.waited_for = sim.host_waits(event.stream, event.items);
             sim.streams.observe(&event.clock);
+            sim.after_sync();
             Ok(())
         })
     }

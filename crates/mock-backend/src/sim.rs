@@ -16,6 +16,7 @@ use crate::faults::FaultPlan;
 use crate::graphs::{Graphs, Sharing};
 use crate::judge::{Book, end_of, unordered};
 use crate::memory::{Device, Memory, Piece};
+use crate::pools::Pools;
 use crate::ranges::RangeMap;
 use crate::streams::{Ending, MockStream, Streams, Work, id_of};
 use crate::{Call, CallInfo, Costs, LogEntry, MockError, Rng, Rule, Violation};
@@ -40,6 +41,7 @@ pub(crate) struct Sim {
     /// Event calls are subject to the modes of captures.
     pub(crate) obeys_captures: bool,
     pub(crate) book: Book,
+    pub(crate) pools: Pools,
     pub(crate) faults: FaultPlan,
     pub(crate) costs: Costs,
     pub(crate) log: Log,
@@ -179,6 +181,7 @@ impl Sim {
         if self.book.holding(addr, bytes).is_none() {
             self.violate(Rule::UnallocatedUse, place.0, place.1);
         }
+        self.judge_use_of_pool(stream, addr, bytes);
         match self.memory.translate(addr, bytes, stream.device) {
             Ok(pieces) => pieces,
             Err(rule) => {

@@ -8,6 +8,7 @@ use alloc_core::backend::VirtualMemory;
 use alloc_core::backend::{Backend, BackendError, Completion, ErrorKind, MemoryInfo, Refused};
 use alloc_core::backend::{Capture, CaptureStatus, Page, Reservation, Segment, Stream};
 use alloc_core::host::{PinMethod, PinRequest, PinnedSegment};
+use alloc_core::ordered::{PoolOptions, PoolReuse, StreamOrdered};
 use alloc_core::{Addr, StreamId};
 use mock_backend::*;
 
@@ -184,6 +185,14 @@ fn scenario(backend: &MockBackend) -> Result<(), MockError> {
     backend.copy_on_host(base, base + MIB, MIB)?;
     backend.judge().freed(base);
     alloc_core::host::HostBackend::unpin(backend, pinned).map_err(back)?;
+    let pool = backend.create_pool(DEV0, None)?;
+    let options = PoolOptions { reuse: PoolReuse::ALL, release_threshold: u64::MAX };
+    backend.set_pool_options(&pool, options)?;
+    let memory = backend.allocate_ordered(&pool, 2 * MIB, &s0)?;
+    backend.free_ordered(memory, &s0).map_err(back)?;
+    backend.pool_usage(&pool)?;
+    backend.trim_pool(&pool, 0)?;
+    backend.destroy_pool(pool).map_err(back)?;
     assert_eq!(backend.capture_status(&s0)?, CaptureStatus::None);
     assert_eq!(backend.capture_tips(&s0)?, None);
     backend.extend_past(&s0, &mut HashSet::new())
@@ -225,7 +234,9 @@ fn costs_add_up_exactly() {
         Call::Copy => MIB,
         _ => 2 * MIB,
     };
-    let once: u64 = Call::ALL.iter().map(|&call| call_ns(call, bytes(call))).sum();
+    let calls: u64 = Call::ALL.iter().map(|&call| call_ns(call, bytes(call))).sum();
+    let growth = [Call::Create, Call::Map, Call::SetAccess].map(|call| call_ns(call, 2 * MIB));
+    let once = calls + growth.iter().sum::<u64>();
     assert_eq!(costs.stall_ns, 2 * once);
     assert_eq!(backend.now_ns(), 2 * once);
 }

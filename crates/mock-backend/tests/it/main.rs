@@ -5,5 +5,6 @@ mod conformance;
 mod driver;
 mod golden;
 mod graphs;
+mod pools;
 mod rules;
 mod trial;
