@@ -15,6 +15,7 @@ pub mod host;
 mod lock;
 pub mod ordered;
 mod pager;
+pub mod share;
 pub mod size_class;
 pub mod stats;
 mod sync;
@@ -23,10 +24,10 @@ pub mod trace;
 mod units;
 
 pub use allocator::{
-    Allocation, BlockSnapshot, BlockStatus, CachingAllocator, Checkpoint, EventHold, Located,
-    MemPool, PageSource, PoolInfo, PoolOptions, PoolPin, PoolRef, PoolScope, Restored, ScopeFilter,
-    SegmentSnapshot, SegmentSource, Snapshot, SourceError, StaleBlock, StreamHandle, ThreadScope,
-    Violation,
+    Allocation, BlockSnapshot, BlockStatus, CachingAllocator, Checkpoint, EventHold, Export,
+    Located, MemPool, PageSource, PoolInfo, PoolOptions, PoolPin, PoolRef, PoolScope, Restored,
+    ScopeFilter, SegmentSnapshot, SegmentSource, ShareHold, Snapshot, SourceError, StaleBlock,
+    StreamHandle, ThreadScope, Violation,
 };
 pub use config::{ConfError, Config, Policy, Settings};
 pub use error::{
