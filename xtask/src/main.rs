@@ -7,8 +7,10 @@ mod clippy;
 mod docs;
 mod fmt;
 mod gpu_test;
+mod loom;
 mod package;
 mod process;
+mod soak;
 mod test;
 mod tidy;
 mod workspace;
@@ -38,6 +40,8 @@ enum Verb {
     /// Lint every target of every crate, warnings as errors
     Clippy,
     Test(test::Args),
+    Loom(loom::Args),
+    Soak(soak::Args),
     Docs(docs::Args),
     /// Package every published crate, then use the packages from outside the workspace
     ///
@@ -71,6 +75,8 @@ fn dispatch(verb: Verb) -> Result<()> {
         Verb::Fmt(args) => fmt::run(&workspace, &args),
         Verb::Clippy => clippy::run(&workspace),
         Verb::Test(args) => test::run(&workspace, &args),
+        Verb::Loom(args) => loom::run(&workspace, &args),
+        Verb::Soak(args) => soak::run(&workspace, &args),
         Verb::Docs(args) => docs::run(&workspace, &args),
         Verb::Package => package::run(&workspace),
         Verb::GpuTest(args) => gpu_test::run(&workspace, &args),

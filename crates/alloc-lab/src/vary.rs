@@ -46,7 +46,8 @@ impl Variation {
         let kept = self.kept(workload);
         let mut built = WorkloadBuilder::new(&workload.path);
         let part = workload.ops.len().div_ceil(JITTER_PARTS).max(1);
-        for (index, Op { time_us, line, slot, action }) in workload.ops.iter().copied().enumerate() {
+        for (index, Op { time_us, line, slot, action }) in workload.ops.iter().copied().enumerate()
+        {
             if !kept[index] {
                 continue;
             }
@@ -91,7 +92,8 @@ impl Variation {
             match op.action {
                 Action::Alloc { .. } => *slot = Some(index),
                 Action::Free { .. } => {
-                    let inside = slot.take().filter(|at| part.contains(at) && part.contains(&index));
+                    let inside =
+                        slot.take().filter(|at| part.contains(at) && part.contains(&index));
                     if let Some(alloc) = inside {
                         (kept[alloc], kept[index]) = (false, false);
                     }
@@ -211,7 +213,9 @@ mod tests {
         for variation in Variation::standard() {
             assert_eq!(variation.to_string().parse(), Ok(variation));
         }
-        for wrong in ["", "scale", "scale:0", "scale:x", "without:30-30", "without:1-101", "twice:2"] {
+        for wrong in
+            ["", "scale", "scale:0", "scale:x", "without:30-30", "without:1-101", "twice:2"]
+        {
             assert!(wrong.parse::<Variation>().unwrap_err().contains("scale:PERCENT"), "{wrong}");
         }
     }

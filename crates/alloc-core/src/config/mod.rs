@@ -171,7 +171,7 @@ impl Default for OursSettings {
             ahead: 4,
             handle_bytes_max: 14 << 20,
             handle_share: 1,
-            handle_parts: 24,
+            handle_parts: 16,
             handle_bytes_calm: 64 << 20,
             part_bytes_min: 1 << 20,
             views_max: 8,
@@ -330,12 +330,10 @@ impl Rules {
         policy: Policy,
         settings: &Settings,
         limited: bool,
-        virtual_memory: bool,
+        expandable: bool,
     ) -> Self {
         let large_segment_bytes = settings.large_segment_bytes;
         let rounding = settings.max_non_split_rounding_bytes.unwrap_or(large_segment_bytes);
-        let expandable =
-            virtual_memory && settings.expandable_segments.unwrap_or(policy == Policy::Ours);
         Rules {
             roundup: settings.roundup.honouring_one(policy == Policy::Ours),
             large_segment_bytes,

@@ -99,7 +99,9 @@ fn mostly_large(op: Op, rng: &mut Rng, bytes_max: u64) -> Op {
         Op::Allocate { bytes, stream } if bytes < 256 * KIB && rng.chance(0.8) => {
             Op::Allocate { bytes: rng.between(256 * KIB, bytes_max), stream }
         }
-        Op::EmptyCache | Op::FreeAll if rng.chance(0.95) => Op::Free { pick: rng.next_u64() as u32 },
+        Op::EmptyCache | Op::FreeAll if rng.chance(0.95) => {
+            Op::Free { pick: rng.next_u64() as u32 }
+        }
         op => op,
     }
 }

@@ -6,8 +6,8 @@ use clap::{Args, Parser, Subcommand};
 
 use crate::bench::Api;
 use crate::configuration::{Configuration, DEFAULT_CAPACITY, PolicyName};
-use crate::machine::BackendName;
 use crate::error::Failure;
+use crate::machine::BackendName;
 use crate::units::parse_size;
 use crate::vary::Variation;
 use crate::workload::Workload;
@@ -110,7 +110,8 @@ impl Varying {
     /// The workload as it is and with every change that was asked for.
     pub(super) fn of(&self, workload: Workload) -> Result<Vec<Workload>, Failure> {
         let changes = self.changes.iter().flat_map(|changes| &changes.0);
-        let varied: Vec<_> = changes.map(|change| change.apply(&workload)).collect::<Result<_, _>>()?;
+        let varied: Vec<_> =
+            changes.map(|change| change.apply(&workload)).collect::<Result<_, _>>()?;
         Ok(std::iter::once(workload).chain(varied).collect())
     }
 }
