@@ -5,6 +5,7 @@ use crate::rig::*;
 use alloc_core::{Addr, Policy};
 use mock_backend::{Call, MockStream, Rng, Work};
 use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 /// Handles as large as the requests they are made for, memory moves from the first shortage on.
@@ -104,6 +105,25 @@ fn surplus_views_are_unmapped_and_no_others() {
     rig.free(more);
     rig.empty();
     assert_eq!(rig.reserved(), 0);
+}
+
+/// Of several surplus views as many go as there are too many, the oldest first.
+#[test]
+fn as_many_views_stay_as_are_allowed() {
+    let rig = rig(2);
+    let (low, wall) = (rig.alloc(6 * MIB, &rig.s(0)), rig.alloc(2 * MIB, &rig.s(0)));
+    let oldest = low.addr();
+    rig.free(low);
+    // A second view in the same addresses, a third one in others.
+    let second = passing(&rig, 8 * MIB, &rig.s(0));
+    let home = rig.alloc(6 * MIB, &rig.s(1));
+    assert!(![oldest, second].contains(&home.addr()));
+    asked(&rig);
+    let more = rig.alloc(30 * MIB, &rig.s(0));
+    assert_eq!(asked(&rig).unmapped, [oldest]);
+    for block in [more, home, wall] {
+        rig.free(block);
+    }
 }
 
 /// The view that the bytes belong to is never surplus.
@@ -254,6 +274,40 @@ fn a_handle_in_pieces_becomes_whole() {
     assert_eq!(rig.reserved(), 8 * MIB, "both handles went back");
     rig.free(other);
     rig.free(wall);
+}
+
+/// Of twelve handles that are to come together, another thread takes one at the last moment. Those that
+/// were taken out of their places by then go back.
+#[test]
+fn a_move_that_comes_too_late_is_undone() {
+    for _ in 0..100 {
+        let rig = Rig::new(Policy::Ours, &format!("{MOVING},ours_handle_max_mb:2"));
+        let s0 = rig.s(0);
+        let blocks: Vec<_> = (0..24).map(|_| rig.alloc(2 * MIB, &s0)).collect();
+        let mut kept = Vec::new();
+        for (n, block) in blocks.into_iter().enumerate() {
+            if n % 2 == 0 { rig.free(block) } else { kept.push(block) }
+        }
+        let (alloc, done) = (Alloc::clone(&rig), AtomicBool::new(false));
+        let large = std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while !done.load(Ordering::Relaxed) {
+                    // The lowest of the twelve, which is moved last.
+                    let addr = alloc.allocate_raw(2 * MIB, &s0).unwrap();
+                    alloc.free_raw(addr).unwrap();
+                }
+            });
+            let large = alloc.allocate_raw(24 * MIB, &s0).unwrap();
+            done.store(true, Ordering::Relaxed);
+            large
+        });
+        alloc.free_raw(large).unwrap();
+        rig.verify();
+        assert!(rig.reserved() <= 24 * 3 * MIB);
+        kept.into_iter().for_each(|block| rig.free(block));
+        rig.empty();
+        assert_eq!(rig.reserved(), 0);
+    }
 }
 
 /// Threads of one stream take blocks that another one is about to move. What had moved by then returns,

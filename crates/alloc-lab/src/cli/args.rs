@@ -78,6 +78,11 @@ impl Setting {
         Configuration::new(policy, self.conf.clone().unwrap_or_default())
     }
 
+    /// Whether one was asked for.
+    pub(super) fn is_given(&self) -> bool {
+        self.policy.is_some() || self.conf.is_some()
+    }
+
     /// All configurations to compare.
     pub(super) fn all(&self) -> Vec<Configuration> {
         Configuration::choose(self.policy, self.conf.as_deref())
@@ -266,15 +271,20 @@ pub(super) struct FitArgs {
 ///
 /// Prints the map as text: for each segment its blocks, cell by cell, and for expandable ones the
 /// physical pages under them. With --svg it is drawn as a picture instead.
+///
+/// A FILE is a trace, as for `replay`, or a recording, as for `verify`. A recording brings its own
+/// settings and device; what is drawn was compared with it up to that operation.
 #[derive(Debug, Args)]
 #[command(after_long_help = "\
 Examples:
   Fragmentation of PyTorch's segments when the program needs most memory:
       alloc-lab segments traces/gpt_varlen.csv.gz --policy pytorch
   Policy `ours` after 40,000 operations, as a picture:
-      alloc-lab segments traces/gpt_varlen.csv.gz --at 40000 --svg map.svg")]
+      alloc-lab segments traces/gpt_varlen.csv.gz --at 40000 --svg map.svg
+  Expandable segments of PyTorch, as recorded:
+      alloc-lab segments crates/alloc-lab/tests/golden/exp-one.json.gz --at 200")]
 pub(super) struct SegmentsArgs {
-    /// Trace to replay
+    /// Trace or recording to replay
     #[arg(value_name = "FILE")]
     pub(super) file: PathBuf,
 
