@@ -281,7 +281,7 @@ impl<B: Backend> Shared<B> {
     }
 
     /// Gives back the reservations of a heap in which nothing is its own: memory that was mapped there
-    /// has gone elsewhere.
+    /// has gone elsewhere, or none ever was.
     pub(super) fn release_empty_reservations(&self, cell: &HeapCell<B>) -> AllocResult<(), B> {
         let source = cell.owner().1;
         let Some(paging) = self.paging_of(&source) else { return Ok(()) };
@@ -300,8 +300,10 @@ impl<B: Backend> Shared<B> {
             return Ok(());
         }
         let Some(_paging) = device.begin_paging() else { return Ok(()) };
-        // Views may be left of what was mapped there, and work that uses them.
-        self.synchronize(&cell.stream)?;
+        if let Paging::Handles(_) = paging {
+            // Views may be left of what was mapped there, and work that uses them.
+            self.synchronize(&cell.stream)?;
+        }
         while let Some((base, hole)) = empty() {
             paging
                 .pager()
