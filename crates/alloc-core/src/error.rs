@@ -81,7 +81,8 @@ pub enum CheckpointFlaw {
         /// Of which.
         of: PoolId,
     },
-    /// Work of other streams may still use a block, and events are held. Try again without the hold.
+    /// Work of other streams may still use a block, and events are held; or another process may. Try
+    /// again without the hold, or when that process is done.
     Pending {
         /// Where.
         addr: Addr,
@@ -101,7 +102,11 @@ impl fmt::Display for CheckpointFlaw {
         match self {
             CheckpointFlaw::OtherPool { of } => write!(f, "the checkpoint is of pool {of:?}"),
             CheckpointFlaw::Pending { addr } => {
-                write!(f, "other streams may still use the block at {addr}, and events are held")
+                write!(
+                    f,
+                    "another process may still use the block at {addr}, or other streams may and \
+                     events are held"
+                )
             }
             CheckpointFlaw::Gone { addr } => {
                 write!(f, "the block at {addr} has no memory any more")
@@ -131,6 +136,14 @@ pub enum BackendOp {
     Map,
     SetAccess,
     Unmap,
+    DeviceKey,
+    ExportSegment,
+    OpenSegment,
+    CloseSegment,
+    ExportPage,
+    ImportPage,
+    ExportEvent,
+    AwaitEvent,
 }
 
 impl fmt::Display for BackendOp {
@@ -149,6 +162,14 @@ impl fmt::Display for BackendOp {
             BackendOp::Map => "map memory",
             BackendOp::SetAccess => "set access to mapped memory",
             BackendOp::Unmap => "unmap memory",
+            BackendOp::DeviceKey => "identify a device",
+            BackendOp::ExportSegment => "export a segment",
+            BackendOp::OpenSegment => "open a segment of another process",
+            BackendOp::CloseSegment => "close a segment of another process",
+            BackendOp::ExportPage => "export physical memory",
+            BackendOp::ImportPage => "import physical memory",
+            BackendOp::ExportEvent => "export an event",
+            BackendOp::AwaitEvent => "wait for an event of another process",
         })
     }
 }

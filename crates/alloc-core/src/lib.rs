@@ -15,6 +15,7 @@ pub mod host;
 mod lock;
 pub mod ordered;
 mod pager;
+pub mod share;
 pub mod size_class;
 pub mod stats;
 mod sync;
@@ -23,9 +24,9 @@ pub mod trace;
 mod units;
 
 pub use allocator::{
-    Allocation, BlockSnapshot, BlockStatus, CachingAllocator, Checkpoint, EventHold, Located,
-    MemPool, PoolInfo, PoolOptions, PoolPin, PoolRef, PoolScope, Restored, ScopeFilter,
-    SegmentSnapshot, Snapshot, StaleBlock, StreamHandle, ThreadScope, Violation,
+    Allocation, BlockSnapshot, BlockStatus, CachingAllocator, Checkpoint, EventHold, Export,
+    Located, MemPool, PoolInfo, PoolOptions, PoolPin, PoolRef, PoolScope, Restored, ScopeFilter,
+    SegmentSnapshot, ShareHold, Snapshot, StaleBlock, StreamHandle, ThreadScope, Violation,
 };
 pub use config::{ConfError, Config, Policy, Settings};
 pub use error::{

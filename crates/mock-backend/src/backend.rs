@@ -12,6 +12,7 @@ use crate::captures::Captures;
 use crate::event::{Alive, MockEvent};
 use crate::faults::FaultPlan;
 use crate::graphs::Sharing;
+use crate::share::Neighbours;
 use crate::sim::{Position, Sim, on_stream};
 use crate::streams::Ending;
 use crate::{
@@ -39,6 +40,7 @@ pub(crate) struct Shared {
     hooks: RwLock<BTreeMap<Call, Hook>>,
     feed: Mutex<Option<Feed>>,
     sim: Mutex<Sim>,
+    pub(crate) neighbours: Neighbours,
 }
 
 impl MockBackend {
@@ -58,6 +60,7 @@ impl MockBackend {
         granularity: u64,
         feed: Option<Feed>,
         hooks: Vec<(Call, Hook)>,
+        neighbours: Neighbours,
     ) -> Self {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let id = NEXT.fetch_add(1, Ordering::Relaxed);
@@ -71,6 +74,7 @@ impl MockBackend {
             hooks: RwLock::new(hooks.into_iter().collect()),
             feed: Mutex::new(feed),
             sim: Mutex::new(sim),
+            neighbours,
         };
         MockBackend { shared: Arc::new(shared) }
     }
@@ -310,6 +314,7 @@ impl Judge<'_> {
         let mut sim = self.0.sim();
         if bytes > 0 && !sim.unloaded {
             sim.allocated(addr, bytes, stream, None);
+            self.0.judge_reuse(&mut sim, addr, bytes);
         }
     }
 
@@ -320,6 +325,7 @@ impl Judge<'_> {
         let mut sim = self.0.sim();
         if bytes > 0 && !sim.unloaded {
             sim.allocated(addr, bytes, stream, Some(Sharing::Pool(pool)));
+            self.0.judge_reuse(&mut sim, addr, bytes);
         }
     }
 

@@ -43,6 +43,22 @@ pub enum Call {
     Unpin,
     /// `CopyData::copy`
     Copy,
+    /// `Share::device_key`
+    DeviceKey,
+    /// `Share::export_segment`
+    ExportSegment,
+    /// `Share::open_segment`
+    OpenSegment,
+    /// `Share::close_segment`
+    CloseSegment,
+    /// `Share::export_event`
+    ExportEvent,
+    /// `Share::await_event`
+    AwaitEvent,
+    /// `SharePages::export_page`
+    ExportPage,
+    /// `SharePages::import_page`
+    ImportPage,
     /// `StreamOrdered::create_pool`
     CreatePool,
     /// `StreamOrdered::destroy_pool`
@@ -67,7 +83,7 @@ pub enum Call {
 
 impl Call {
     /// Every kind, in declaration order.
-    pub const ALL: [Call; 27] = [
+    pub const ALL: [Call; 35] = [
         Call::Acquire,
         Call::Release,
         Call::Record,
@@ -85,6 +101,14 @@ impl Call {
         Call::Pin,
         Call::Unpin,
         Call::Copy,
+        Call::DeviceKey,
+        Call::ExportSegment,
+        Call::OpenSegment,
+        Call::CloseSegment,
+        Call::ExportEvent,
+        Call::AwaitEvent,
+        Call::ExportPage,
+        Call::ImportPage,
         Call::CreatePool,
         Call::DestroyPool,
         Call::AllocateOrdered,
@@ -126,6 +150,14 @@ impl Call {
             Call::Pin => "pin",
             Call::Unpin => "unpin",
             Call::Copy => "copy",
+            Call::DeviceKey => "device_key",
+            Call::ExportSegment => "export_segment",
+            Call::OpenSegment => "open_segment",
+            Call::CloseSegment => "close_segment",
+            Call::ExportEvent => "export_event",
+            Call::AwaitEvent => "await_event",
+            Call::ExportPage => "export_page",
+            Call::ImportPage => "import_page",
             Call::CreatePool => "create_pool",
             Call::DestroyPool => "destroy_pool",
             Call::AllocateOrdered => "allocate_ordered",

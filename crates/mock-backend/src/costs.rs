@@ -60,6 +60,11 @@ pub fn call_ns(call: Call, bytes: u64) -> u64 {
         // Estimates: half the way back, and 10 GB/s.
         Call::Unpin => PIN.at(bytes) / 2,
         Call::Copy => bytes / 10,
+        // Estimates: a call that is answered from a table, and calls that ask the kernel driver.
+        Call::DeviceKey => 100,
+        Call::ExportSegment | Call::ExportEvent | Call::ExportPage => 10_000,
+        Call::OpenSegment | Call::CloseSegment | Call::ImportPage => 50_000,
+        Call::AwaitEvent => 50_000,
         // cudaMallocAsync and cudaFreeAsync on a pool that keeps its memory; what growth adds is in
         // `growth_ns`. The others are estimates.
         Call::AllocateOrdered => 700,
@@ -78,13 +83,19 @@ pub(crate) fn growth_ns(bytes: u64) -> u64 {
 }
 
 /// What has been spent so far.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Costs {
     calls: [u64; Call::ALL.len()],
     /// Modelled time inside driver calls, in nanoseconds.
     pub stall_ns: u64,
     /// Simulated time the host waited for queued work with a duration, in nanoseconds.
     pub waited_ns: u64,
+}
+
+impl Default for Costs {
+    fn default() -> Self {
+        Costs { calls: [0; Call::ALL.len()], stall_ns: 0, waited_ns: 0 }
+    }
 }
 
 impl Costs {

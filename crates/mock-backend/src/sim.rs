@@ -18,6 +18,7 @@ use crate::judge::{Book, end_of, unordered};
 use crate::memory::{Device, Memory, Piece};
 use crate::pools::Pools;
 use crate::ranges::RangeMap;
+use crate::share::Imports;
 use crate::streams::{Ending, MockStream, Streams, Work, id_of};
 use crate::{Call, CallInfo, Costs, LogEntry, MockError, Rng, Rule, Violation};
 
@@ -48,6 +49,8 @@ pub(crate) struct Sim {
     pub(crate) violations: Vec<Violation>,
     /// Generator and probability of work ending by chance.
     pub(crate) chance: Option<(Rng, f64)>,
+    /// What is open of other processes.
+    pub(crate) imports: Imports,
 }
 
 /// A call that has begun: what will be logged of it.
@@ -178,6 +181,9 @@ impl Sim {
     /// The physical runs that work on the range touches, judged.
     fn pieces_used(&mut self, stream: &MockStream, addr: Addr, bytes: u64) -> Vec<Piece> {
         let place = ((Some(stream.index), None), (addr, bytes));
+        if self.imports.is_unready(addr, stream.index) {
+            self.violate(Rule::UnreadyUse, place.0, place.1);
+        }
         if self.book.holding(addr, bytes).is_none() {
             self.violate(Rule::UnallocatedUse, place.0, place.1);
         }

@@ -59,6 +59,16 @@ pub enum Rule {
     FreeUnderWork,
     /// A call that the driver forbids while a capture is going on; the capture is now invalid.
     CallDuringCapture,
+    /// An allocation was handed out over memory that another process has borrowed.
+    SharedReuse,
+    /// Memory that another process has borrowed was given back to the driver.
+    ReleaseOfShared,
+    /// A piece of memory was imported while this process had it open already.
+    DoubleImport,
+    /// Work was queued on borrowed memory, on a stream that does not wait for its producer.
+    UnreadyUse,
+    /// Borrowed memory was returned under work that the host has not seen finish.
+    EarlyReturn,
     /// An allocation was handed out over memory that belongs to a graph, or to a capture that goes
     /// on, to somebody who does not share it.
     GraphAliased,

@@ -14,6 +14,7 @@ mod oom;
 mod paging;
 mod pools;
 mod reclaim;
+mod share;
 mod snapshot;
 
 pub use check::Violation;
@@ -21,6 +22,7 @@ pub use pools::{
     Checkpoint, MemPool, PoolInfo, PoolOptions, PoolPin, PoolRef, PoolScope, Restored, ScopeFilter,
     StaleBlock, ThreadScope,
 };
+pub use share::{Export, ShareHold};
 pub use snapshot::{BlockSnapshot, BlockStatus, SegmentSnapshot, Snapshot};
 
 use crate::backend::{Backend, DeviceMemory, MemoryInfo, Stream, VirtualMemory};
@@ -116,6 +118,8 @@ struct HeapBody<B: Backend> {
     tokens: HashMap<SegmentId, B::Segment>,
     /// Streams other than the heap's own that a live block was used on.
     uses: HashMap<BlockIdx, SmallVec<[B::Stream; 2]>>,
+    /// How many [`ShareHold`]s there are on a live or draining block, if any.
+    shares: HashMap<BlockIdx, u32>,
 }
 
 /// What the heaps of one device share.
@@ -283,7 +287,7 @@ struct Shared<B: Backend> {
 /// are pending.
 ///
 /// When the last clone goes, pending events are waited for and everything is given back to the
-/// backend, whatever is still allocated.
+/// backend, whatever is still allocated. A [`ShareHold`] counts as a clone.
 pub struct CachingAllocator<B: Backend> {
     shared: Arc<Shared<B>>,
 }
@@ -830,6 +834,7 @@ impl<B: Backend> Shared<B> {
                     pool: Arc::clone(pool),
                     tokens: HashMap::new(),
                     uses: HashMap::new(),
+                    shares: HashMap::new(),
                 },
                 stats: StatTable::default(),
             }),

@@ -400,3 +400,25 @@ fn pools_without_splitting_are_restored() {
     drop(b);
     free_all(&rig, restored.revived);
 }
+
+/// A block that another process uses cannot be freed by a restore; nothing is changed, and it works
+/// when that process is done.
+#[test]
+fn a_shared_block_stands_in_the_way_of_a_restore() {
+    everywhere(|rig, p| {
+        let s0 = rig.s(0);
+        let cp = p.checkpoint().unwrap();
+        let later = rig.alloc_in(p, MIB, &s0);
+        let addr = later.addr();
+        let export = rig.share(&later).unwrap();
+        let error = p.restore(&cp).unwrap_err();
+        let AllocError::Checkpoint { why, .. } = error else { panic!("{error}") };
+        assert_eq!(why, CheckpointFlaw::Pending { addr });
+        rig.verify();
+        rig.free(later);
+        assert!(p.checkpoint().is_err(), "it drains");
+        drop(export);
+        assert!(rig.restore(p, &cp).revived.is_empty());
+        assert!(p.live_blocks().is_empty());
+    });
+}

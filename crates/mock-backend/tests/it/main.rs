@@ -7,4 +7,5 @@ mod golden;
 mod graphs;
 mod pools;
 mod rules;
+mod sharing;
 mod trial;

@@ -101,7 +101,8 @@ impl<B: Backend> PoolRef<B> {
     ///
     /// # Errors
     /// Nothing is changed, unless noted. [`AllocError::Checkpoint`] if the checkpoint is of another
-    /// pool; if blocks are pending or used on other streams and events are held; if another thread
+    /// pool; if blocks are pending or used on other streams and events are held; if a block that would
+    /// be freed is shared with another process; if another thread
     /// interfered, in which case some streams may be restored and others not. [`AllocError::Backend`]
     /// if waiting fails.
     pub fn restore(&self, checkpoint: &Checkpoint) -> AllocResult<Restored, B> {
@@ -184,6 +185,9 @@ impl<B: Backend> HeapBody<B> {
     /// The uses of the blocks that a restore would free.
     fn stale_uses(&self, marks: &[LiveMark]) -> Result<Uses<B::Stream>, Obstacle> {
         let plan = self.heap.plan_restore(marks)?;
+        if let Some(block) = plan.stale.iter().find(|block| self.shares_of(**block) > 0) {
+            return Err(Obstacle::Pending(self.heap.blocks[*block].addr));
+        }
         let of = |block: &BlockIdx| {
             let addr = self.heap.blocks[*block].addr;
             let uses = self.uses.get(block).into_iter().flatten();
@@ -204,7 +208,7 @@ impl<B: Backend> HeapBody<B> {
         let Restoration { stale, revived, kept } = self.heap.plan_restore(marks).ok()?;
         let known = |stream: &B::Stream| waited.iter().any(|(_, other)| other.id() == stream.id());
         let mut uses = stale.iter().filter_map(|block| self.uses.get(block)).flatten();
-        if !uses.all(known) {
+        if !uses.all(known) || stale.iter().any(|block| self.shares_of(*block) > 0) {
             return None;
         }
         let stream = self.heap.stream;
