@@ -9,9 +9,9 @@ use crate::error::{ManagerError, MemoryKind};
 use crate::mode::{DeviceAllocatorMode, ModeReport};
 use crate::platform::{Platform, StreamOf};
 use crate::table::Table;
-use alloc_core::Addr;
 use alloc_core::backend::Stream;
 use alloc_core::ordered::StreamOrdered;
+use alloc_core::{Addr, DeviceId};
 use parking_lot::{RwLock, RwLockReadGuard};
 use std::fmt;
 use std::sync::Arc;
@@ -103,6 +103,11 @@ impl<P: Platform> MemoryManager<P> {
             closed: RwLock::new(false),
         };
         MemoryManager { inner: Arc::new(inner) }
+    }
+
+    /// The device of calls that name no stream.
+    pub fn device(&self) -> DeviceId {
+        self.inner.engines.config().device
     }
 
     /// What it stands on.
