@@ -53,7 +53,7 @@ impl CudaBackend {
     /// The driver's device, if it has pools.
     fn device_with_pools(&self, device: DeviceId) -> Result<Device, CudaError> {
         if self.has_pools(device)? {
-            return Ok(self.driver_device(device)?);
+            return self.driver_device(device);
         }
         Err(DriverError::new("cuMemPoolCreate", code::NOT_SUPPORTED).into())
     }

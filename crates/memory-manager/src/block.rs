@@ -126,15 +126,8 @@ impl<P: Platform> Block<P> {
         Ok(())
     }
 
-    /// Frees it. On failure it is still allocated, and comes back.
-    pub(crate) fn free(mut self) -> Result<(), (Self, ManagerError)> {
-        match self.release() {
-            Ok(()) => Ok(()),
-            Err(error) => Err((self, error)),
-        }
-    }
-
-    fn release(&mut self) -> Result<(), ManagerError> {
+    /// Frees it, once. On failure it is still allocated.
+    pub(crate) fn release(&mut self) -> Result<(), ManagerError> {
         let refused = match self.memory.take() {
             None => return Ok(()),
             Some(Memory::Pinned(host, allocation)) => host

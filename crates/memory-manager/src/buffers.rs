@@ -12,19 +12,19 @@ use std::fmt;
 /// Pinned memory, freed when it is dropped.
 pub struct PinnedBuffer<P: Platform> {
     manager: MemoryManager<P>,
-    block: Block<P>,
+    block: Box<Block<P>>,
 }
 
 /// Device memory, freed when it is dropped: after the work of its stream, and of the streams that
 /// were recorded.
 pub struct DeviceBuffer<P: Platform> {
     manager: MemoryManager<P>,
-    block: Block<P>,
+    block: Box<Block<P>>,
 }
 
 impl<P: Platform> DeviceBuffer<P> {
     pub(crate) fn new(manager: MemoryManager<P>, block: Block<P>) -> Self {
-        DeviceBuffer { manager, block }
+        DeviceBuffer { manager, block: Box::new(block) }
     }
 
     /// Where it starts.
@@ -48,7 +48,7 @@ impl<P: Platform> DeviceBuffer<P> {
 
 impl<P: Platform> PinnedBuffer<P> {
     pub(crate) fn new(manager: MemoryManager<P>, block: Block<P>) -> Self {
-        PinnedBuffer { manager, block }
+        PinnedBuffer { manager, block: Box::new(block) }
     }
 
     /// Where it starts.

@@ -476,10 +476,13 @@ impl<P: Platform> Inner<P> {
         let taken = table.remove(addr)?;
         drop(block);
         match Arc::try_unwrap(taken) {
-            Ok(block) => block.free().map_err(|(block, error)| {
-                table.insert(Arc::new(block));
-                error
-            }),
+            Ok(mut block) => {
+                let freed = block.release();
+                if freed.is_err() {
+                    table.insert(Arc::new(block));
+                }
+                freed
+            }
             // A copy is being queued, or another thread tries the same; the last holder frees it.
             Err(shared) => {
                 drop(shared);
