@@ -22,9 +22,9 @@ pub mod trace;
 mod units;
 
 pub use allocator::{
-    Allocation, BlockSnapshot, BlockStatus, CachingAllocator, EventHold, Located, MemPool,
-    PoolInfo, PoolOptions, PoolPin, PoolRef, PoolScope, ScopeFilter, SegmentSnapshot, Snapshot,
-    StreamHandle, ThreadScope, Violation,
+    Allocation, BlockSnapshot, BlockStatus, CachingAllocator, CaptureError, GraphMemory,
+    GraphState, Located, MemPool, PoolInfo, PoolOptions, PoolPin, PoolRef, PoolScope, ScopeFilter,
+    SegmentSnapshot, Snapshot, StreamHandle, ThreadScope, Violation,
 };
 pub use config::{ConfError, Config, Policy, Settings};
 pub use error::{
