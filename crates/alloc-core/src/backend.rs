@@ -2,13 +2,14 @@
 //!
 //! The allocator decides; a backend only acts. Rules that hold for every method:
 //!
-//! * it is called with **no allocator lock held**, so it may block and may call back into the
-//!   allocator;
+//! * it is called with **no lock that a hit takes**, so it may block and may call back into the
+//!   allocator. Calls that obtain memory or give it back are made under the device's growth lock: the
+//!   calling thread may take it again, but must not wait there for another thread's growth;
 //! * it may be called from any thread, and from several at once;
 //! * an error means that nothing was done.
 //!
-//! Optional powers are traits of their own ([`VirtualMemory`], [`Capture`], [`MemoryInfo`]); no
-//! method fails by default.
+//! Optional powers are traits of their own ([`VirtualMemory`], [`Capture`], [`MemoryInfo`],
+//! [`Share`]); no method fails by default.
 
 use crate::units::{Addr, DeviceId, StreamId};
 use std::collections::HashSet;
@@ -235,6 +236,121 @@ pub trait VirtualMemory: Backend {
         at: Addr,
         bytes: u64,
     ) -> Result<(), Self::Error>;
+}
+
+/// What stands for memory, or for an event, on its way to another process: plain bytes, and a
+/// descriptor where the kind has one.
+#[derive(Debug)]
+pub struct Token<D> {
+    /// How the bytes are to be read. The receiver goes by this, never by what it would send itself.
+    pub kind: TokenKind,
+    /// At most [`TOKEN_BYTES_MAX`] of them.
+    pub bytes: Vec<u8>,
+    /// What has to be passed as an open descriptor.
+    pub descriptor: Option<D>,
+}
+
+/// A kind of [`Token`]; the numbers are each backend's own.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct TokenKind(pub u32);
+
+/// The most bytes of a [`Token`].
+pub const TOKEN_BYTES_MAX: usize = 256;
+
+/// Names a device in all processes of a machine, whatever number each has for it.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct DeviceKey(pub [u8; 16]);
+
+/// Backends whose memory other processes can use.
+///
+/// What is exported must outlive its use by others; the allocator sees to that
+/// ([`CachingAllocator::share`](crate::CachingAllocator::share)).
+pub trait Share: Backend {
+    /// Descriptors in tokens.
+    type Descriptor: Send + 'static;
+    /// A segment of another process, opened here. It is closed, never released.
+    type Opened: Segment + Sync;
+    /// An event that another process may wait for, as long as it exists here.
+    type SharedEvent: Send + 'static;
+
+    /// Which device this is, for other processes.
+    ///
+    /// # Errors
+    /// Any but [`ErrorKind::OutOfMemory`].
+    fn device_key(&self, device: DeviceId) -> Result<DeviceKey, Self::Error>;
+
+    /// A token of a segment (cudaIpcGetMemHandle). Two exports of one segment are worth the same.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unsupported`] if such memory cannot be shared.
+    fn export_segment(
+        &self,
+        segment: &Self::Segment,
+    ) -> Result<Token<Self::Descriptor>, Self::Error>;
+
+    /// Opens a segment of `bytes` that another process exported from `device`
+    /// (cudaIpcOpenMemHandle), once at a time.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unsupported`] for a kind of token that is not known here; any other if it means
+    /// no memory, or none any more.
+    fn open_segment(
+        &self,
+        device: DeviceId,
+        bytes: u64,
+        token: Token<Self::Descriptor>,
+    ) -> Result<Self::Opened, Self::Error>;
+
+    /// Closes an opened segment. No work may be using it any more.
+    ///
+    /// # Errors
+    /// Hands the segment back.
+    fn close_segment(&self, opened: Self::Opened)
+    -> Result<(), Refused<Self::Opened, Self::Error>>;
+
+    /// An event after all work queued on `stream` so far, and its token.
+    ///
+    /// # Errors
+    /// Any; [`ErrorKind::Unsupported`] or [`ErrorKind::OutOfMemory`] if there are no (more) such
+    /// events: the caller then waits for the stream instead.
+    #[expect(clippy::type_complexity, reason = "a value and what stands for it")]
+    fn export_event(
+        &self,
+        stream: &Self::Stream,
+    ) -> Result<(Self::SharedEvent, Token<Self::Descriptor>), Self::Error>;
+
+    /// Lets work queued on `stream` from now on wait for an event of another process. The host does
+    /// not wait.
+    ///
+    /// # Errors
+    /// Any; for instance if that process is gone.
+    fn await_event(
+        &self,
+        stream: &Self::Stream,
+        token: &Token<Self::Descriptor>,
+    ) -> Result<(), Self::Error>;
+}
+
+/// Backends with virtual memory whose pages other processes can map.
+pub trait SharePages: Share + VirtualMemory {
+    /// A token of a page (cuMemExportToShareableHandle).
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unsupported`] if such memory cannot be shared.
+    fn export_page(&self, page: &Self::Page) -> Result<Token<Self::Descriptor>, Self::Error>;
+
+    /// A page of `bytes` that another process exported from `device`
+    /// (cuMemImportFromShareableHandle). It is mapped and [destroyed](VirtualMemory::destroy) like
+    /// one's own; the memory is gone when every process has done so.
+    ///
+    /// # Errors
+    /// As [`open_segment`](Share::open_segment).
+    fn import_page(
+        &self,
+        device: DeviceId,
+        bytes: u64,
+        token: Token<Self::Descriptor>,
+    ) -> Result<Self::Page, Self::Error>;
 }
 
 /// Identity of a capture: never that of another one in the life of the process.

@@ -21,6 +21,14 @@ pub(crate) struct Pending<E> {
     /// Position of its heap in the allocator's table.
     pub(crate) heap: u32,
     pub(crate) block: BlockId,
+    /// The younger, the larger; of all queues of a device.
+    number: u64,
+}
+
+impl<E> Pending<E> {
+    pub(crate) const fn new(event: E, heap: u32, block: BlockId) -> Self {
+        Pending { event, heap, block, number: 0 }
+    }
 }
 
 /// A block that was used on capturing streams.
@@ -88,6 +96,8 @@ pub(crate) struct EventQueue<B: Backend> {
     /// Entries in all queues, those in hand included, and deferred blocks. Read on every allocation,
     /// written only when blocks used across streams come and go.
     pending: AtomicUsize,
+    /// Entries that ever were in a queue.
+    pushed: AtomicU64,
     order: EventOrder,
     /// Lowest stream id of the device that was ever seen.
     lowest: AtomicU64,
@@ -100,6 +110,7 @@ impl<B: Backend> EventQueue<B> {
             let_go: Condvar::new(),
             deferred: Mutex::new(Vec::new()),
             pending: AtomicUsize::new(0),
+            pushed: AtomicU64::new(0),
             order,
             lowest: AtomicU64::new(u64::MAX),
         }
@@ -118,9 +129,10 @@ impl<B: Backend> EventQueue<B> {
         self.pending.load(Ordering::Acquire)
     }
 
-    pub(crate) fn push(&self, stream: &B::Stream, entry: Pending<B::Event>) {
+    pub(crate) fn push(&self, stream: &B::Stream, mut entry: Pending<B::Event>) {
         self.note_stream(stream.id());
         let mut fifos = self.fifos.lock();
+        entry.number = self.pushed.fetch_add(1, Ordering::Relaxed);
         fifos.entry(stream.id()).or_default().entries.push_back(entry);
         self.pending.fetch_add(1, Ordering::Release);
     }
@@ -135,6 +147,15 @@ impl<B: Backend> EventQueue<B> {
             streams[others..].reverse();
         }
         streams
+    }
+
+    /// The stream whose head is the oldest, if that can be had; not one of `except`.
+    pub(crate) fn oldest(&self, except: &[StreamId]) -> Option<StreamId> {
+        let fifos = self.fifos.lock();
+        let others = fifos.iter().filter(|(stream, _)| !except.contains(stream));
+        // A queue whose only entry is in another thread's hand comes last.
+        let age = |fifo: &Fifo<B::Event>| fifo.entries.front().map_or(u64::MAX, |e| e.number);
+        others.min_by_key(|(_, fifo)| age(fifo)).map(|(&stream, _)| stream)
     }
 
     /// Takes the head of a stream's queue in hand, unless there is none or somebody has it.

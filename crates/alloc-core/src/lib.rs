@@ -13,7 +13,9 @@ mod handles;
 mod heap;
 pub mod host;
 mod lock;
+pub mod ordered;
 mod pager;
+pub mod share;
 pub mod size_class;
 pub mod stats;
 mod sync;
@@ -22,13 +24,15 @@ pub mod trace;
 mod units;
 
 pub use allocator::{
-    Allocation, BlockSnapshot, BlockStatus, CachingAllocator, CaptureError, GraphMemory,
-    GraphState, Located, MemPool, PoolInfo, PoolOptions, PoolPin, PoolRef, PoolScope, ScopeFilter,
-    SegmentSnapshot, Snapshot, StreamHandle, ThreadScope, Violation,
+    Allocation, BlockSnapshot, BlockStatus, CachingAllocator, CaptureError, Checkpoint, Export,
+    GraphMemory, GraphState, Located, MemPool, PoolInfo, PoolOptions, PoolPin, PoolRef, PoolScope,
+    Restored, ScopeFilter, SegmentSnapshot, ShareHold, Snapshot, StaleBlock, StreamHandle,
+    ThreadScope, Violation,
 };
 pub use config::{ConfError, Config, Policy, Settings};
 pub use error::{
-    AddressSpaceLack, AllocError, BackendOp, FreeError, HeapReport, LadderStep, OomReport,
+    AddressSpaceLack, AllocError, BackendOp, CheckpointFlaw, FreeError, HeapReport, LadderStep,
+    OomReport,
 };
 pub use size_class::SizeClass;
 pub use stats::DeviceStats;

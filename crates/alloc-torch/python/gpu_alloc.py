@@ -30,6 +30,7 @@ def install(path):
         ("set_memory_fraction_fn", "gpu_alloc_set_memory_fraction"),
         ("set_base_alloc_fn", "gpu_alloc_base"),
         ("set_record_stream_fn", "gpu_alloc_record_stream"),
+        ("set_begin_allocate_to_pool", "gpu_alloc_begin_pool"),
         ("set_end_allocate_to_pool_fn", "gpu_alloc_end_pool"),
         ("set_release_pool", "gpu_alloc_release_pool"),
     ]:

@@ -12,6 +12,7 @@ use crate::captures::Captures;
 use crate::event::{Alive, MockEvent};
 use crate::faults::FaultPlan;
 use crate::graphs::Sharing;
+use crate::share::Neighbours;
 use crate::sim::{Position, Sim, on_stream};
 use crate::streams::Ending;
 use crate::{
@@ -39,6 +40,7 @@ pub(crate) struct Shared {
     hooks: RwLock<BTreeMap<Call, Hook>>,
     feed: Mutex<Option<Feed>>,
     sim: Mutex<Sim>,
+    pub(crate) neighbours: Neighbours,
 }
 
 impl MockBackend {
@@ -58,6 +60,7 @@ impl MockBackend {
         granularity: u64,
         feed: Option<Feed>,
         hooks: Vec<(Call, Hook)>,
+        neighbours: Neighbours,
     ) -> Self {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let id = NEXT.fetch_add(1, Ordering::Relaxed);
@@ -71,6 +74,7 @@ impl MockBackend {
             hooks: RwLock::new(hooks.into_iter().collect()),
             feed: Mutex::new(feed),
             sim: Mutex::new(sim),
+            neighbours,
         };
         MockBackend { shared: Arc::new(shared) }
     }
@@ -169,6 +173,7 @@ impl MockBackend {
         sim.operation += 1;
         let all: Vec<usize> = (0..sim.streams.all.len()).collect();
         sim.host_waits_for_all(&all);
+        sim.after_sync();
     }
 
     /// The host waits for all work of `device` (cudaDeviceSynchronize).
@@ -177,6 +182,7 @@ impl MockBackend {
         sim.operation += 1;
         let all = sim.streams.of_device(device);
         sim.host_waits_for_all(&all);
+        sim.after_sync();
     }
 
     /// The host waits for all work of `stream` (cudaStreamSynchronize).
@@ -185,6 +191,7 @@ impl MockBackend {
         let mut sim = self.sim();
         sim.operation += 1;
         sim.host_waits_for_all(&[index]);
+        sim.after_sync();
     }
 
     /// What follows on `stream` runs after `event` (cudaStreamWaitEvent); the host does not wait. If
@@ -265,10 +272,12 @@ impl MockBackend {
             return Leaks::default();
         }
         Leaks {
-            segments: sim.memory.live_segments(),
+            segments: sim.live_segments(),
             reservations: sim.memory.live_reservations(),
             mappings: sim.memory.live_mappings(),
             pages: sim.memory.live_pages(),
+            ordered: sim.pools.live(),
+            pools: sim.pools.unended(),
             events: self.shared.events.load(Ordering::Relaxed),
             captures: sim.captures.count(),
             allocations: sim.book.live(),
@@ -305,6 +314,7 @@ impl Judge<'_> {
         let mut sim = self.0.sim();
         if bytes > 0 && !sim.unloaded {
             sim.allocated(addr, bytes, stream, None);
+            self.0.judge_reuse(&mut sim, addr, bytes);
         }
     }
 
@@ -315,6 +325,7 @@ impl Judge<'_> {
         let mut sim = self.0.sim();
         if bytes > 0 && !sim.unloaded {
             sim.allocated(addr, bytes, stream, Some(Sharing::Pool(pool)));
+            self.0.judge_reuse(&mut sim, addr, bytes);
         }
     }
 

@@ -129,6 +129,7 @@ impl HostBackend for MockBackend {
             may_ask_relaxed(sim, event, &info)?;
             begun.waited_for = sim.host_waits(event.stream, event.items);
             sim.streams.observe(&event.clock);
+            sim.after_sync();
             Ok(())
         })
     }

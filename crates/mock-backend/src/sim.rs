@@ -16,7 +16,9 @@ use crate::faults::FaultPlan;
 use crate::graphs::{Graphs, Sharing};
 use crate::judge::{Book, end_of, unordered};
 use crate::memory::{Device, Memory, Piece};
+use crate::pools::Pools;
 use crate::ranges::RangeMap;
+use crate::share::Imports;
 use crate::streams::{Ending, MockStream, Streams, Work, id_of};
 use crate::{Call, CallInfo, Costs, LogEntry, MockError, Rng, Rule, Violation};
 
@@ -40,12 +42,15 @@ pub(crate) struct Sim {
     /// Event calls are subject to the modes of captures.
     pub(crate) obeys_captures: bool,
     pub(crate) book: Book,
+    pub(crate) pools: Pools,
     pub(crate) faults: FaultPlan,
     pub(crate) costs: Costs,
     pub(crate) log: Log,
     pub(crate) violations: Vec<Violation>,
     /// Generator and probability of work ending by chance.
     pub(crate) chance: Option<(Rng, f64)>,
+    /// What is open of other processes.
+    pub(crate) imports: Imports,
 }
 
 /// A call that has begun: what will be logged of it.
@@ -176,9 +181,13 @@ impl Sim {
     /// The physical runs that work on the range touches, judged.
     fn pieces_used(&mut self, stream: &MockStream, addr: Addr, bytes: u64) -> Vec<Piece> {
         let place = ((Some(stream.index), None), (addr, bytes));
+        if self.imports.is_unready(addr, stream.index) {
+            self.violate(Rule::UnreadyUse, place.0, place.1);
+        }
         if self.book.holding(addr, bytes).is_none() {
             self.violate(Rule::UnallocatedUse, place.0, place.1);
         }
+        self.judge_use_of_pool(stream, addr, bytes);
         match self.memory.translate(addr, bytes, stream.device) {
             Ok(pieces) => pieces,
             Err(rule) => {

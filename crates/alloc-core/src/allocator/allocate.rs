@@ -59,7 +59,7 @@ impl<B: Backend> Shared<B> {
         Ok(self.allocation(cell, requested, Some(block)))
     }
 
-    fn allocation(
+    pub(super) fn allocation(
         &self,
         cell: &HeapCell<B>,
         requested: u64,
@@ -143,6 +143,12 @@ impl<B: Backend> HeapBody<B> {
         ledger: &mut Ledger<'_>,
     ) -> HandedOut {
         self.heap.hand_out(block, request, ledger);
+        self.handed_out(block)
+    }
+
+    /// A block as its caller learns of it.
+    #[inline]
+    pub(super) fn handed_out(&self, block: BlockIdx) -> HandedOut {
         let id = self.heap.blocks.id(block);
         let block = &self.heap.blocks[block];
         HandedOut { heap: self.index, id, addr: block.addr, bytes: block.bytes }

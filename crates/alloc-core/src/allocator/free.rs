@@ -37,7 +37,10 @@ impl<B: Backend> Shared<B> {
     }
 
     /// The heap and block of an allocation; `None` for one of 0 bytes.
-    fn cell_of(&self, allocation: &Allocation) -> AllocResult<Option<(&HeapCell<B>, BlockId)>, B> {
+    pub(super) fn cell_of(
+        &self,
+        allocation: &Allocation,
+    ) -> AllocResult<Option<(&HeapCell<B>, BlockId)>, B> {
         let Some(id) = allocation.block else { return Ok(None) };
         if allocation.allocator != self.id {
             return Err(AllocError::ForeignAllocation { addr: allocation.addr });
@@ -61,7 +64,8 @@ impl<B: Backend> Shared<B> {
         if used { self.free_used(cell, id, addr, &mut op.trace) } else { Ok(()) }
     }
 
-    /// Frees a block that other streams used. It stays live until all their events are recorded.
+    /// Frees a block that other streams used or other processes share. It stays live until all events
+    /// are recorded, and drains until they are reached and the shares have ended.
     fn free_used(
         &self,
         cell: &HeapCell<B>,
@@ -71,7 +75,7 @@ impl<B: Backend> Shared<B> {
     ) -> AllocResult<(), B> {
         let queue = &self.devices[cell.device.index()].events;
         loop {
-            let uses = cell.state.lock().body.uses_of(id, addr).cloned();
+            let uses = cell.state.lock().body.uses_of(id, addr);
             let uses = uses.ok_or(AllocError::UnknownAddress { addr })?;
             // One event on each stream, recorded at the time of the free (spec §3.4), or none at all.
             let Waits { events, deferred } = self.waits_of(cell, &uses)?;
@@ -81,16 +85,17 @@ impl<B: Backend> Shared<B> {
                     return false;
                 }
                 let block = body.forget_uses(id);
-                let pending = events.len() + usize::from(deferred.is_some());
-                body.heap.request_free(block, pending as u32, ledger);
-                if pending == 0 {
-                    body.heap.finish_free(block, ledger);
-                }
+                let pending =
+                    events.len() as u32 + u32::from(deferred.is_some()) + body.shares_of(block);
+                body.heap.request_free(block, pending, ledger);
                 for (stream, event) in events {
-                    queue.push(&stream, Pending { event, heap: cell.index, block: id });
+                    queue.push(&stream, Pending::new(event, cell.index, id));
                 }
                 if let Some(deferred) = deferred {
                     queue.defer(deferred.of(cell.index, id));
+                }
+                if pending == 0 {
+                    body.heap.finish_free(block, ledger);
                 }
                 true
             });
@@ -140,9 +145,10 @@ impl<B: Backend> Shared<B> {
 }
 
 impl<B: Backend> HeapBody<B> {
-    /// The streams that used a live block, at least one; `None` if it is no such block.
-    fn uses_of(&self, id: BlockId, addr: Addr) -> Option<&SmallVec<[Use<B::Stream>; 2]>> {
-        self.uses.get(&self.live(id, addr)?)
+    /// The uses of a block on other streams; `None` if it is not live.
+    fn uses_of(&self, id: BlockId, addr: Addr) -> Option<SmallVec<[Use<B::Stream>; 2]>> {
+        let block = self.live(id, addr)?;
+        Some(self.uses.get(&block).cloned().unwrap_or_default())
     }
 
     /// Takes the uses off a block.
@@ -154,7 +160,7 @@ impl<B: Backend> HeapBody<B> {
     }
 
     /// The block that an id names, if it is live and starts at `addr`.
-    fn live(&self, id: BlockId, addr: Addr) -> Option<BlockIdx> {
+    pub(super) fn live(&self, id: BlockId, addr: Addr) -> Option<BlockIdx> {
         let index = self.heap.blocks.resolve(id)?;
         let block = &self.heap.blocks[index];
         (block.state == BlockState::Live && block.addr == addr).then_some(index)

@@ -9,7 +9,8 @@ use crate::config::Policy;
 use crate::error::LadderStep;
 use crate::heap::Request;
 use crate::trace::TraceBuffer;
-use crate::units::DeviceId;
+use crate::units::{DeviceId, StreamId};
+use smallvec::SmallVec;
 use std::cell::Cell;
 
 thread_local! {
@@ -80,11 +81,12 @@ impl<B: Backend> Shared<B> {
         }
         steps.push(LadderStep::ReleaseCached);
         self.devices[cell.device.index()].counters.lock().num_alloc_retries += 1;
-        self.wait_for_events(cell.device, trace)?;
-        // PyTorch goes on to give everything back without looking at what just became free; a
-        // request can then fail although a block for it is cached.
-        if self.policy == Policy::Ours {
-            if let Some(block) = self.search(cell, request, trace) {
+        // PyTorch waits for everything and goes on to give everything back without looking at what
+        // just became free; a request can then fail although a block for it is cached.
+        if self.policy == Policy::Pytorch {
+            self.wait_for_events(cell.device, trace)?;
+        } else {
+            if let Some(block) = self.wait_until_served(cell, request, trace)? {
                 return Ok(Ok(block));
             }
             if let Ok(block) = self.grow(cell, request, true, trace)? {
@@ -115,11 +117,33 @@ impl<B: Backend> Shared<B> {
             return Ok(Err(shortage));
         }
         steps.push(LadderStep::Wait);
-        self.wait_for_events(cell.device, trace)?;
-        if let Some(block) = self.search(cell, request, trace) {
-            return Ok(Ok(block));
+        match self.wait_until_served(cell, request, trace)? {
+            Some(block) => Ok(Ok(block)),
+            None => self.grow(cell, request, true, trace),
         }
-        self.grow(cell, request, true, trace)
+    }
+
+    /// Waits for events, the oldest first, until the request can be served or none is left.
+    fn wait_until_served(
+        &self,
+        cell: &HeapCell<B>,
+        request: &Request,
+        trace: &mut TraceBuffer,
+    ) -> AllocResult<Option<HandedOut>, B> {
+        let device = &self.devices[cell.device.index()];
+        device.counters.lock().num_sync_all_streams += 1;
+        // Queues whose head is in this thread's own hand, further up the stack.
+        let mut held = SmallVec::<[StreamId; 2]>::new();
+        loop {
+            if let Some(block) = self.search(cell, request, trace) {
+                return Ok(Some(block));
+            }
+            let Some(stream) = device.events.oldest(&held) else { return Ok(None) };
+            match device.events.wait_for_head(stream) {
+                Some(head) => self.wait_for(head, trace)?,
+                None => held.push(stream),
+            }
+        }
     }
 
     /// Serves the request from the heap's free blocks, if one fits.

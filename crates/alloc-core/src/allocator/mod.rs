@@ -15,13 +15,16 @@ mod oom;
 mod paging;
 mod pools;
 mod reclaim;
+mod share;
 mod snapshot;
 
 pub use captures::{CaptureError, GraphMemory, GraphState};
 pub use check::Violation;
 pub use pools::{
-    MemPool, PoolInfo, PoolOptions, PoolPin, PoolRef, PoolScope, ScopeFilter, ThreadScope,
+    Checkpoint, MemPool, PoolInfo, PoolOptions, PoolPin, PoolRef, PoolScope, Restored, ScopeFilter,
+    StaleBlock, ThreadScope,
 };
+pub use share::{Export, ShareHold};
 pub use snapshot::{BlockSnapshot, BlockStatus, SegmentSnapshot, Snapshot};
 
 use crate::backend::{Backend, CaptureId, DeviceMemory, MemoryInfo, Stream, VirtualMemory};
@@ -118,6 +121,8 @@ struct HeapBody<B: Backend> {
     tokens: HashMap<SegmentId, B::Segment>,
     /// Uses of live blocks on streams other than the heap's own.
     uses: HashMap<BlockIdx, SmallVec<[Use<B::Stream>; 2]>>,
+    /// How many [`ShareHold`]s there are on a live or draining block, if any.
+    shares: HashMap<BlockIdx, u32>,
 }
 
 /// A use of a block on another stream than its heap's.
@@ -292,7 +297,7 @@ struct Shared<B: Backend> {
 /// are pending.
 ///
 /// When the last clone goes, pending events are waited for and everything is given back to the
-/// backend, whatever is still allocated.
+/// backend, whatever is still allocated. A [`ShareHold`] counts as a clone.
 pub struct CachingAllocator<B: Backend> {
     shared: Arc<Shared<B>>,
 }
@@ -809,6 +814,7 @@ impl<B: Backend> Shared<B> {
                     pool: Arc::clone(pool),
                     tokens: HashMap::new(),
                     uses: HashMap::new(),
+                    shares: HashMap::new(),
                 },
                 stats: StatTable::default(),
             }),

@@ -6,6 +6,7 @@ use crate::block::{Block, BlockId, BlockIdx, BlockState};
 use crate::config::Policy;
 use crate::directory::Owner;
 use crate::error::{AllocError, BackendOp};
+use crate::events::Head;
 use crate::free_index::FreeKey;
 use crate::heap::{Heap, PageRun, Request};
 use crate::pager::Pager;
@@ -67,12 +68,22 @@ impl<B: Backend> Shared<B> {
             while wanted(stream)
                 && let Some(head) = events.wait_for_head(stream)
             {
-                if let Err(source) = self.backend.wait(&head.entry().event) {
-                    return Err(AllocError::Backend { op: BackendOp::Wait, source });
-                }
-                self.settle(head, trace);
+                self.wait_for(head, trace)?;
             }
         }
+        Ok(())
+    }
+
+    /// Waits for one event and frees its block, if that was the last one that it waits for.
+    pub(super) fn wait_for(
+        &self,
+        head: Head<'_, B>,
+        trace: &mut TraceBuffer,
+    ) -> AllocResult<(), B> {
+        if let Err(source) = self.backend.wait(&head.entry().event) {
+            return Err(AllocError::Backend { op: BackendOp::Wait, source });
+        }
+        self.settle(head, trace);
         Ok(())
     }
 

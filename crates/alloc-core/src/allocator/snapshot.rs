@@ -15,7 +15,7 @@ use std::sync::Arc;
 pub enum BlockStatus {
     /// Handed out.
     Allocated,
-    /// Freed by the client, waiting for events.
+    /// Freed by the client, waiting for events or for other processes.
     PendingFree,
     /// Free.
     Inactive,

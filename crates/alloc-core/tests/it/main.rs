@@ -5,6 +5,7 @@
 //! * `faults`, `interleave`: a failure, or another thread's operation, at every backend call;
 //! * `threads`: real threads;
 //! * `pictures`: short scripts as maps of their segments;
+//! * `sharing`, `sharing_faults`: blocks that other simulated processes use;
 //! * `errors`, `teardown`: misuse, broken backends, and the end.
 #![expect(clippy::unwrap_used, reason = "in a test a panic is the report, helpers included")]
 
@@ -17,6 +18,7 @@ mod cases_sizes;
 mod cases_stats;
 mod cases_streams;
 mod cases_threads;
+mod checkpoints;
 mod errors;
 mod faults;
 mod interleave;
@@ -26,5 +28,7 @@ mod machine_graphs;
 mod pictures;
 mod replay;
 mod rig;
+mod sharing;
+mod sharing_faults;
 mod teardown;
 mod threads;

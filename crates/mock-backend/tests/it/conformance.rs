@@ -65,6 +65,8 @@ fn the_simulator_conforms() {
     conformance::run_virtual_memory(|| Plain(base().build()));
     conformance::run_virtual_memory(fresh);
     conformance::run_virtual_memory(coarse);
+    conformance::run_share_pages(|| Plain(base().build()));
+    conformance::run_share_pages(coarse);
     conformance::run_capture(|| Plain(base().build()));
     conformance::run_capture(by_chance);
 }

@@ -5,5 +5,7 @@ mod conformance;
 mod driver;
 mod golden;
 mod graphs;
+mod pools;
 mod rules;
+mod sharing;
 mod trial;

@@ -460,6 +460,8 @@ fn leaks_name_everything() {
         events: 1,
         captures: 1,
         allocations: vec![(segment.base(), 512)],
+        ordered: Vec::new(),
+        pools: 0,
     };
     assert_eq!(backend.leaks(), expected);
     assert!(

@@ -153,7 +153,7 @@ impl<B: Backend> Shared<B> {
             let block = body.heap.blocks.resolve(id).expect("I5: a deferred block exists");
             body.heap.await_more(block, events.len() as u32);
             for (stream, event) in events {
-                queue.push(&stream, Pending { event, heap, block: id });
+                queue.push(&stream, Pending::new(event, heap, id));
             }
             body.heap.event_reached(block, ledger);
         });

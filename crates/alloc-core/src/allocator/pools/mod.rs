@@ -7,11 +7,13 @@
 //! finds it as it is (`docs/adr/0014-pools.md`).
 
 mod check;
+mod checkpoint;
 mod lend;
 mod lifetime;
 mod scope;
 
 pub(super) use check::check_pools;
+pub use checkpoint::{Checkpoint, Restored, StaleBlock};
 pub use scope::{PoolScope, ScopeFilter, ThreadScope};
 
 use super::{AllocResult, Allocation, CachingAllocator, HeapCell, Shared, Snapshot, StreamHandle};
