@@ -63,6 +63,15 @@ pub enum AllocError<E> {
         /// Why.
         why: CheckpointFlaw,
     },
+    /// The source of a pool failed for another reason than lack of memory.
+    PoolSource {
+        /// Whose source.
+        pool: PoolId,
+        /// The call.
+        op: BackendOp,
+        /// What it said.
+        source: Box<dyn BackendError>,
+    },
     /// A backend call failed for another reason than lack of memory.
     Backend {
         /// The call.
@@ -186,7 +195,12 @@ impl<E> AllocError<E> {
 impl<E: BackendError> AllocError<E> {
     /// Whether the device or driver is gone, so that no later call can succeed either.
     pub fn is_device_lost(&self) -> bool {
-        matches!(self, AllocError::Backend { source, .. } if source.kind() == ErrorKind::DeviceLost)
+        let kind = match self {
+            AllocError::Backend { source, .. } => source.kind(),
+            AllocError::PoolSource { source, .. } => source.kind(),
+            _ => return false,
+        };
+        kind == ErrorKind::DeviceLost
     }
 }
 
@@ -219,6 +233,9 @@ impl<E: fmt::Display> fmt::Display for AllocError<E> {
             AllocError::Checkpoint { pool, why } => {
                 write!(f, "checkpoint of pool {pool:?}: {why}")
             }
+            AllocError::PoolSource { pool, op, source } => {
+                write!(f, "the source of pool {pool:?} cannot {op}: {source}")
+            }
             AllocError::Backend { op, source } => write!(f, "cannot {op}: {source}"),
         }
     }
@@ -228,6 +245,7 @@ impl<E: Error + 'static> Error for AllocError<E> {
     fn source(&self) -> Option<&(dyn Error + 'static)> {
         match self {
             AllocError::Backend { source, .. } => Some(source),
+            AllocError::PoolSource { source, .. } => Some(&**source),
             _ => None,
         }
     }
@@ -249,8 +267,11 @@ pub enum LadderStep {
     ReleaseOversize,
     /// All pending events were waited for, and nothing was given back because of a capture.
     Wait,
-    /// All pending events were waited for and all cached memory was given back.
+    /// All pending events were waited for and all cached memory was given back, but that of pools
+    /// that somebody refers to.
     ReleaseCached,
+    /// What was free in pools that somebody refers to was given back too.
+    ReleasePools,
 }
 
 impl LadderStep {
@@ -262,6 +283,7 @@ impl LadderStep {
             LadderStep::UseOnOom => "search of pools that are used on out of memory",
             LadderStep::ReleaseOversize => "release of oversize segments",
             LadderStep::Wait => "wait for events",
+            LadderStep::ReleasePools => "release of what is free in pools",
             LadderStep::ReleaseCached => "wait for events and release of everything cached",
         }
     }
