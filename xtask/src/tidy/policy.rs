@@ -66,6 +66,13 @@ pub(super) const CRATES: &[CratePolicy] = &[
         ],
     },
     CratePolicy {
+        // Generic over the traits of sharing: it names no backend.
+        name: "alloc-ipc",
+        uses: &["alloc-core", "alloc-shm"],
+        outside: Outside::Any,
+        unsafe_in: &[],
+    },
+    CratePolicy {
         name: "alloc-cpu",
         uses: &["alloc-api", "alloc-core"],
         outside: Outside::Any,
