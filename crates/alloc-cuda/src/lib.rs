@@ -12,6 +12,7 @@ mod event;
 #[expect(unsafe_code, reason = "hands addresses and stream handles to cudarc")]
 mod interop;
 mod segment;
+mod share;
 #[expect(unsafe_code, reason = "takes stream handles from outside")]
 mod stream;
 #[cfg(test)]
@@ -30,5 +31,6 @@ pub use event::CudaEvent;
 #[cfg(feature = "cudarc")]
 pub use interop::{CudarcSlice, OtherStream};
 pub use segment::CudaSegment;
+pub use share::{CudaOpened, CudaSharedEvent};
 pub use stream::CudaStream;
 pub use vmm::{CudaPage, CudaReservation};
