@@ -138,6 +138,11 @@ impl State {
         self.contexts.iter().position(retained).ok_or(code::INVALID_CONTEXT)
     }
 
+    /// The devices whose memory from `cuMemAlloc` kernels of a device reach.
+    pub(super) fn peers_of(&self, device: usize) -> Vec<usize> {
+        self.peers.iter().filter(|(from, _)| *from == device).map(|(_, to)| *to).collect()
+    }
+
     /// Makes a stream and returns its handle.
     pub(super) fn create_stream(&mut self, device: usize, blocking: bool) -> usize {
         let handle = match self.free_handles.pop() {
@@ -332,10 +337,8 @@ impl State {
                 }
             }),
             Work::Run { kernel, arguments } => {
-                self.memory.running = self.streams.get(&stream).map(|own| {
-                    let peers = self.peers.iter().filter(|(from, _)| *from == own.device);
-                    (own.device, peers.map(|(_, to)| *to).collect())
-                });
+                let device = self.streams.get(&stream).map(|own| own.device);
+                self.memory.running = device.map(|device| (device, self.peers_of(device)));
                 let memory = &mut super::KernelMemory { memory: &mut self.memory };
                 let result = (kernel.run)(memory, &arguments);
                 self.memory.running = None;
