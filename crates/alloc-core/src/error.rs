@@ -63,6 +63,15 @@ pub enum AllocError<E> {
         /// Why.
         why: CheckpointFlaw,
     },
+    /// The source of a pool failed for another reason than lack of memory.
+    PoolSource {
+        /// Whose source.
+        pool: PoolId,
+        /// The call.
+        op: BackendOp,
+        /// What it said.
+        source: Box<dyn BackendError>,
+    },
     /// A backend call failed for another reason than lack of memory.
     Backend {
         /// The call.
@@ -184,7 +193,12 @@ impl<E> AllocError<E> {
 impl<E: BackendError> AllocError<E> {
     /// Whether the device or driver is gone, so that no later call can succeed either.
     pub fn is_device_lost(&self) -> bool {
-        matches!(self, AllocError::Backend { source, .. } if source.kind() == ErrorKind::DeviceLost)
+        let kind = match self {
+            AllocError::Backend { source, .. } => source.kind(),
+            AllocError::PoolSource { source, .. } => source.kind(),
+            _ => return false,
+        };
+        kind == ErrorKind::DeviceLost
     }
 }
 
@@ -217,6 +231,9 @@ impl<E: fmt::Display> fmt::Display for AllocError<E> {
             AllocError::Checkpoint { pool, why } => {
                 write!(f, "checkpoint of pool {pool:?}: {why}")
             }
+            AllocError::PoolSource { pool, op, source } => {
+                write!(f, "the source of pool {pool:?} cannot {op}: {source}")
+            }
             AllocError::Backend { op, source } => write!(f, "cannot {op}: {source}"),
         }
     }
@@ -226,6 +243,7 @@ impl<E: Error + 'static> Error for AllocError<E> {
     fn source(&self) -> Option<&(dyn Error + 'static)> {
         match self {
             AllocError::Backend { source, .. } => Some(source),
+            AllocError::PoolSource { source, .. } => Some(&**source),
             _ => None,
         }
     }
@@ -245,8 +263,11 @@ pub enum LadderStep {
     UseOnOom,
     /// Cached oversize segments were given back.
     ReleaseOversize,
-    /// All pending events were waited for and all cached memory was given back.
+    /// All pending events were waited for and all cached memory was given back, but that of pools
+    /// that somebody refers to.
     ReleaseCached,
+    /// What was free in pools that somebody refers to was given back too.
+    ReleasePools,
 }
 
 impl LadderStep {
@@ -257,6 +278,7 @@ impl LadderStep {
             LadderStep::Grow => "growth",
             LadderStep::UseOnOom => "search of pools that are used on out of memory",
             LadderStep::ReleaseOversize => "release of oversize segments",
+            LadderStep::ReleasePools => "release of what is free in pools",
             LadderStep::ReleaseCached => "wait for events and release of everything cached",
         }
     }

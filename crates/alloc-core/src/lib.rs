@@ -25,8 +25,9 @@ mod units;
 
 pub use allocator::{
     Allocation, BlockSnapshot, BlockStatus, CachingAllocator, Checkpoint, EventHold, Export,
-    Located, MemPool, PoolInfo, PoolOptions, PoolPin, PoolRef, PoolScope, Restored, ScopeFilter,
-    SegmentSnapshot, ShareHold, Snapshot, StaleBlock, StreamHandle, ThreadScope, Violation,
+    Located, MemPool, PageSource, PoolInfo, PoolOptions, PoolPin, PoolRef, PoolScope, Restored,
+    ScopeFilter, SegmentSnapshot, SegmentSource, ShareHold, Snapshot, SourceError, StaleBlock,
+    StreamHandle, ThreadScope, Violation,
 };
 pub use config::{ConfError, Config, Policy, Settings};
 pub use error::{

@@ -26,7 +26,7 @@ pub use host::HostFlags;
 pub use ipc::{IpcHandle, OpenedMemory};
 pub use loader::{Driver, LoadError, Version};
 pub use memory::{DeviceMemory, MemoryInfo};
-pub use mempool::{MemoryPool, PoolCounter};
+pub use mempool::{MemoryPool, PoolCounter, PoolMemory, PoolReuseRule};
 pub use module::{Argument, Kernel, Module, Shape};
 pub use stream::{CaptureStatus, Stream};
 pub use vmm::{AddressRange, PhysicalKind, PhysicalMemory};

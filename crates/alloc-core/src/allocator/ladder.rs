@@ -97,8 +97,20 @@ impl<B: Backend> Shared<B> {
             if let Ok(block) = self.grow(cell, request, true, trace)? {
                 return Ok(Ok(block));
             }
+            if let Some(block) = self.lent_by_pools(cell, request, steps, trace) {
+                return Ok(Ok(block));
+            }
         }
         self.release_cached(cell.device, trace)?;
+        let grown = self.grow(cell, request, true, trace)?;
+        // PyTorch leaves pools in use alone.
+        if grown.is_ok() || self.policy == Policy::Pytorch {
+            return Ok(grown);
+        }
+        if !self.release_referenced(cell.device, trace)? {
+            return Ok(grown);
+        }
+        steps.push(LadderStep::ReleasePools);
         self.grow(cell, request, true, trace)
     }
 

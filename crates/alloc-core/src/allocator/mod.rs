@@ -19,8 +19,8 @@ mod snapshot;
 
 pub use check::Violation;
 pub use pools::{
-    Checkpoint, MemPool, PoolInfo, PoolOptions, PoolPin, PoolRef, PoolScope, Restored, ScopeFilter,
-    StaleBlock, ThreadScope,
+    Checkpoint, MemPool, PageSource, PoolInfo, PoolOptions, PoolPin, PoolRef, PoolScope, Restored,
+    ScopeFilter, SegmentSource, SourceError, StaleBlock, ThreadScope,
 };
 pub use share::{Export, ShareHold};
 pub use snapshot::{BlockSnapshot, BlockStatus, SegmentSnapshot, Snapshot};
@@ -40,7 +40,7 @@ use crate::table::AppendTable;
 use crate::trace::{TraceBuffer, TraceSink};
 use crate::units::{Addr, DeviceId, PoolId, StreamId};
 use parking_lot::{Mutex, ReentrantMutex, RwLock};
-use pools::{Pool, Pools};
+use pools::{OwnSource, Pool, Pools, Source, Token};
 use smallvec::SmallVec;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -114,8 +114,9 @@ struct HeapBody<B: Backend> {
     index: u32,
     heap: Heap,
     pool: Arc<Pool>,
+    source: OwnSource<B>,
     /// Tokens of the segments obtained whole.
-    tokens: HashMap<SegmentId, B::Segment>,
+    tokens: HashMap<SegmentId, Token<B>>,
     /// Streams other than the heap's own that a live block was used on.
     uses: HashMap<BlockIdx, SmallVec<[B::Stream; 2]>>,
     /// How many [`ShareHold`]s there are on a live or draining block, if any.
@@ -157,6 +158,12 @@ impl<B: Backend> HeapCell<B> {
     fn pool(&self) -> Arc<Pool> {
         Arc::clone(&self.state.lock().body.pool)
     }
+
+    /// The pool, and where its memory comes from.
+    fn owner(&self) -> (Arc<Pool>, OwnSource<B>) {
+        let state = self.state.lock();
+        (Arc::clone(&state.body.pool), state.body.source.clone())
+    }
 }
 
 /// The heaps of one device.
@@ -183,6 +190,7 @@ impl<B: Backend> Heaps<B> {
         let streams: Vec<_> = self.of_pool(pool).map(|cell| cell.stream_id()).collect();
         for stream in streams {
             if let Some(cell) = self.by_owner.remove(&(pool, stream)) {
+                cell.state.lock().body.source = None;
                 self.vacant.entry(stream).or_default().push(cell);
             }
         }
@@ -600,7 +608,7 @@ impl<B: Backend> CachingAllocator<B> {
 
     /// Whether requests use and grow expandable segments now.
     pub fn expandable_segments(&self) -> bool {
-        self.shared.rules(&self.shared.settings.lock(), false).expandable
+        self.shared.expands(&self.shared.settings.lock())
     }
 
     /// Turns expandable segments on or off for later requests (spec §4.9).
@@ -798,6 +806,7 @@ impl<B: Backend> Shared<B> {
             return Arc::clone(cell);
         }
         device.events.note_stream(stream.id());
+        let source = device.pools.source_of(pool);
         let mut heaps = device.heaps.write();
         let Heaps { by_owner, vacant } = &mut *heaps;
         let cell = by_owner.entry(key).or_insert_with(|| {
@@ -805,11 +814,11 @@ impl<B: Backend> Shared<B> {
             let vacant = vacant.get_mut(&stream.id()).filter(|_| private).and_then(Vec::pop);
             match vacant {
                 Some(cell) => {
-                    self.move_in(&cell, pool);
+                    self.move_in(&cell, pool, source);
                     cell
                 }
                 None => {
-                    let make = |index| Arc::new(self.new_heap(index, stream, pool));
+                    let make = |index| Arc::new(self.new_heap(index, stream, pool, source));
                     Arc::clone(self.heaps.push(make))
                 }
             }
@@ -817,9 +826,15 @@ impl<B: Backend> Shared<B> {
         Arc::clone(cell)
     }
 
-    fn new_heap(&self, index: u32, stream: &B::Stream, pool: &Arc<Pool>) -> HeapCell<B> {
+    fn new_heap(
+        &self,
+        index: u32,
+        stream: &B::Stream,
+        pool: &Arc<Pool>,
+        source: OwnSource<B>,
+    ) -> HeapCell<B> {
         let device = stream.device();
-        let rules = self.rules_for(device, &self.settings.lock());
+        let rules = self.rules_for(device, &source, &self.settings.lock());
         HeapCell {
             index,
             device,
@@ -832,6 +847,7 @@ impl<B: Backend> Shared<B> {
                     index,
                     heap: Heap::new(device, stream.id(), Arc::clone(&pool.shared), rules),
                     pool: Arc::clone(pool),
+                    source,
                     tokens: HashMap::new(),
                     uses: HashMap::new(),
                     shares: HashMap::new(),
@@ -842,27 +858,36 @@ impl<B: Backend> Shared<B> {
     }
 
     /// Gives an empty heap whose pool has ended to another pool.
-    fn move_in(&self, cell: &HeapCell<B>, pool: &Arc<Pool>) {
-        let rules = self.rules_for(cell.device, &self.settings.lock());
+    fn move_in(&self, cell: &HeapCell<B>, pool: &Arc<Pool>, source: OwnSource<B>) {
+        let rules = self.rules_for(cell.device, &source, &self.settings.lock());
         let mut state = cell.state.lock();
         state.body.pool = Arc::clone(pool);
+        state.body.source = source;
         state.body.heap.pool = Arc::clone(&pool.shared);
         state.body.heap.rules = rules;
     }
 
-    fn rules_for(&self, device: DeviceId, settings: &Settings) -> Rules {
-        self.rules(settings, self.devices[device.index()].limit().is_some())
+    /// The rules for a heap of memory from `source`.
+    fn rules_for(&self, device: DeviceId, source: &OwnSource<B>, settings: &Settings) -> Rules {
+        let limited = self.devices[device.index()].limit().is_some();
+        let expandable = match source.as_deref() {
+            None => self.expands(settings),
+            Some(source) => matches!(source, Source::Pages(_)),
+        };
+        Rules::new(self.policy, settings, limited, expandable)
     }
 
-    fn rules(&self, settings: &Settings, limited: bool) -> Rules {
-        Rules::new(self.policy, settings, limited, self.paging.is_some())
+    /// Whether requests use and grow expandable segments, but in pools with a source of their own.
+    fn expands(&self, settings: &Settings) -> bool {
+        let wanted = settings.expandable_segments.unwrap_or(self.policy == Policy::Ours);
+        wanted && self.paging.is_some()
     }
 
     /// Gives every heap the rules that follow from settings and limits.
     fn renew_rules(&self) {
         let settings = self.settings.lock().clone();
         for cell in self.heaps.iter() {
-            let rules = self.rules_for(cell.device, &settings);
+            let rules = self.rules_for(cell.device, &cell.owner().1, &settings);
             cell.state.lock().body.heap.rules = rules;
         }
     }

@@ -326,12 +326,10 @@ impl Rules {
         policy: Policy,
         settings: &Settings,
         limited: bool,
-        virtual_memory: bool,
+        expandable: bool,
     ) -> Self {
         let large_segment_bytes = settings.large_segment_bytes;
         let rounding = settings.max_non_split_rounding_bytes.unwrap_or(large_segment_bytes);
-        let expandable =
-            virtual_memory && settings.expandable_segments.unwrap_or(policy == Policy::Ours);
         Rules {
             roundup: settings.roundup.honouring_one(policy == Policy::Ours),
             large_segment_bytes,

@@ -27,5 +27,6 @@ mod replay;
 mod rig;
 mod sharing;
 mod sharing_faults;
+mod sources;
 mod teardown;
 mod threads;

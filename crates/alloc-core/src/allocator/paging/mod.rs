@@ -15,6 +15,7 @@ mod window;
 
 use super::allocate::HandedOut;
 use super::grow::{Grown, Shortage};
+use super::pools::is_same;
 use super::{AllocResult, Device, HeapCell, Shared};
 use crate::backend::{Backend, BackendError, Completion, ErrorKind, SEGMENT_ALIGN};
 use crate::config::OursSettings;
@@ -341,9 +342,11 @@ impl<B: Backend> Shared<B> {
     /// The other heaps of a device with memory to give: what was free in them at their clock is
     /// nobody's. Asks their streams without waiting, unless told to wait.
     fn quiet_heaps(&self, cell: &HeapCell<B>, waiting: bool) -> AllocResult<Vec<Quiet<B>>, B> {
+        let source = cell.owner().1;
         let mut quiet = Vec::new();
         for other in self.devices[cell.device.index()].heaps() {
-            let away = other.index == cell.index || other.pool().is_pinned();
+            let (pool, theirs) = other.owner();
+            let away = other.index == cell.index || pool.is_pinned() || !is_same(&source, &theirs);
             if away || !has_idle_pages(&other) {
                 continue;
             }
