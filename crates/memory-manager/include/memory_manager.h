@@ -46,7 +46,7 @@ enum {
 };
 
 typedef struct mm_stats {
-    uint64_t pinned_allocated; /* bytes that you have by address */
+    uint64_t pinned_allocated; /* bytes that you have */
     uint64_t pinned_reserved;  /* bytes held of the system */
     uint64_t device_allocated;
     uint64_t device_reserved;

@@ -1,10 +1,12 @@
 //! The allocators behind a manager, made when they are first needed.
 
-use crate::block::{Block, PinnedOf};
+use crate::block::{Block, PinnedOf, Totals};
 use crate::config::ManagerConfig;
 use crate::error::{ManagerError, MemoryKind, why_not};
 use crate::mode::{DeviceAllocatorMode, ModeReport};
 use crate::platform::{Platform, StreamOf};
+use alloc_api::Device;
+use alloc_api::report::{self, OutOfMemory};
 use alloc_core::backend::{Backend, Stream};
 use alloc_core::host::Place;
 use alloc_core::ordered::{
@@ -14,6 +16,7 @@ use alloc_core::stats::Gauge;
 use alloc_core::{CachingAllocator, DeviceId};
 use parking_lot::Mutex;
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 
 /// An allocator of device memory.
 enum Engine<P: Platform> {
@@ -29,6 +32,7 @@ pub(crate) struct Engines<P: Platform> {
     /// it but that of the settings.
     pinned: Mutex<Option<PinnedOf<P>>>,
     device: Mutex<Made<P>>,
+    totals: Arc<Totals>,
 }
 
 struct Settings {
@@ -69,6 +73,7 @@ impl<P: Platform> Engines<P> {
             settings: Mutex::new(settings),
             pinned: Mutex::new(None),
             device: Mutex::default(),
+            totals: Arc::default(),
         }
     }
 
@@ -146,8 +151,22 @@ impl<P: Platform> Engines<P> {
         device: DeviceId,
     ) -> Result<Block<P>, ManagerError> {
         let host = self.pinned(platform)?;
-        let allocation = host.allocate(bytes, Place::Device(device))?;
-        Ok(Block::pinned(host, allocation))
+        let allocation = host.allocate(bytes, Place::Device(device));
+        let allocation = allocation.inspect_err(|error| self.report_failure(error, Device::CPU))?;
+        Ok(Block::pinned(host, allocation, &self.totals))
+    }
+
+    /// Bytes that users have.
+    pub(crate) fn allocated(&self, kind: MemoryKind) -> u64 {
+        self.totals.of(kind)
+    }
+
+    /// Tells this thread's reporter of a request that found no memory.
+    fn report_failure(&self, error: &ManagerError, device: Device) {
+        if let ManagerError::OutOfMemory { kind, bytes, .. } = *error {
+            let allocated = self.allocated(kind);
+            report::out_of_memory(|| OutOfMemory { bytes, allocated, reserved: 0, device });
+        }
     }
 
     fn pinned(&self, platform: &P) -> Result<PinnedOf<P>, ManagerError> {
@@ -172,17 +191,29 @@ impl<P: Platform> Engines<P> {
         bytes: u64,
         stream: &StreamOf<P>,
     ) -> Result<Block<P>, ManagerError> {
-        match self.engine(platform, stream.device())? {
+        let engine = self.engine(platform, stream.device())?;
+        let block = self.block_of(engine, bytes, stream);
+        let device = Device::new(P::KIND, stream.device());
+        block.inspect_err(|error| self.report_failure(error, device))
+    }
+
+    fn block_of(
+        &self,
+        engine: Engine<P>,
+        bytes: u64,
+        stream: &StreamOf<P>,
+    ) -> Result<Block<P>, ManagerError> {
+        match engine {
             Engine::Caching(allocator) => {
                 let allocation = allocator.allocate(bytes, stream);
                 let allocation =
                     allocation.map_err(|error| ManagerError::from_caching(bytes, error))?;
-                Ok(Block::caching(allocator, allocation, stream))
+                Ok(Block::caching(allocator, allocation, stream, &self.totals))
             }
             Engine::Ordered(allocator) => {
                 let addr = allocator.allocate(bytes, stream);
                 let addr = addr.map_err(|error| ManagerError::from_ordered(bytes, error))?;
-                Ok(Block::ordered(allocator, addr, bytes, stream))
+                Ok(Block::ordered(allocator, (addr, bytes), stream, &self.totals))
             }
         }
     }

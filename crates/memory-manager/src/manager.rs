@@ -44,11 +44,11 @@ pub struct ShutdownReport {
 /// Figures, in bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct ManagerStats {
-    /// Pinned memory that users have by address.
+    /// Pinned memory that users have, in buffers and by address.
     pub pinned_allocated: u64,
     /// Pinned memory held of the system.
     pub pinned_reserved: u64,
-    /// Device memory that users have by address.
+    /// Device memory that users have, in buffers and by address.
     pub device_allocated: u64,
     /// Device memory held of the devices.
     pub device_reserved: u64,
@@ -380,13 +380,12 @@ impl<P: Platform> MemoryManager<P> {
     /// [`ManagerError::ShutDown`].
     pub fn stats(&self) -> Result<ManagerStats, ManagerError> {
         let _open = self.inner.enter()?;
-        let Outstanding { pinned, device } = self.outstanding();
-        let sum = |list: Vec<(Addr, u64)>| list.into_iter().map(|(_, bytes)| bytes).sum();
-        let (pinned_reserved, device_reserved) = self.inner.engines.reserved(&self.inner.platform);
+        let engines = &self.inner.engines;
+        let (pinned_reserved, device_reserved) = engines.reserved(&self.inner.platform);
         Ok(ManagerStats {
-            pinned_allocated: sum(pinned),
+            pinned_allocated: engines.allocated(MemoryKind::Pinned),
             pinned_reserved,
-            device_allocated: sum(device),
+            device_allocated: engines.allocated(MemoryKind::Device),
             device_reserved,
         })
     }

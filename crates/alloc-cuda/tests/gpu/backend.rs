@@ -4,6 +4,7 @@ use crate::rig::{FIRST, Gate, KIB, MIB, Rig};
 use crate::runner::{Outcome, Scenario};
 use alloc_core::Addr;
 use alloc_core::backend::{Backend, Completion, SEGMENT_ALIGN, Segment, SharePages, VirtualMemory};
+use alloc_core::ordered::StreamOrdered;
 use alloc_cuda::{CudaBackend, CudaStream};
 use cuda_driver::{CaptureMode, HostFlags, MemoryPool, PoolCounter};
 use mock_backend::conformance::{self, CaptureHarness, Harness};
@@ -18,6 +19,7 @@ pub(crate) const SCENARIOS: &[Scenario] = &[
     },
     Scenario { name: "backend::conformance_of_sharing", test: conformance_of_sharing },
     Scenario { name: "backend::conformance_of_capture", test: conformance_of_capture },
+    Scenario { name: "backend::conformance_of_pools", test: conformance_of_pools },
     Scenario { name: "backend::segments", test: segments },
     Scenario { name: "backend::events", test: events },
     Scenario { name: "backend::capture", test: capture },
@@ -95,6 +97,14 @@ fn conformance_of_sharing(rig: &Rig) -> Outcome {
 
 fn conformance_of_capture(rig: &Rig) -> Outcome {
     conformance::run_capture(|| OfRig(rig));
+    Outcome::Done
+}
+
+fn conformance_of_pools(rig: &Rig) -> Outcome {
+    if !rig.backend.has_pools(FIRST).expect("the device exists") {
+        return Outcome::Skipped("the device has no memory pools");
+    }
+    conformance::run_pools(|| OfRig(rig));
     Outcome::Done
 }
 

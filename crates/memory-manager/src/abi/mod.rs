@@ -413,11 +413,11 @@ functions! {
 #[repr(C)]
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct mm_stats {
-    /// Pinned memory that users have by address.
+    /// Pinned memory that users have.
     pub pinned_allocated: u64,
     /// Pinned memory held of the system.
     pub pinned_reserved: u64,
-    /// Device memory that users have by address.
+    /// Device memory that users have.
     pub device_allocated: u64,
     /// Device memory held of the devices.
     pub device_reserved: u64,

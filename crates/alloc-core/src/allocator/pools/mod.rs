@@ -173,6 +173,16 @@ impl<B: Backend> Pools<B> {
         }
     }
 
+    /// Whether there is a private pool of this id.
+    pub(super) fn exists(&self, id: PoolId) -> bool {
+        self.private.read().contains_key(&id)
+    }
+
+    /// Whether there is a private pool of this id, and it is pinned.
+    pub(super) fn is_pinned(&self, id: PoolId) -> bool {
+        self.private.read().get(&id).is_some_and(|known| known.pool.is_pinned())
+    }
+
     pub(super) fn default_pool(&self) -> &Arc<Pool> {
         &self.default
     }
@@ -496,7 +506,7 @@ impl<B: Backend> MemPool<B> {
         let PoolRef { shared, device, pool } = &self.pool;
         pool.use_on_oom.store(false, Ordering::Relaxed);
         // This handle's own reference goes right after.
-        if pool.refs.load(Ordering::Acquire) > 1 || !shared.may_use_events() {
+        if pool.refs.load(Ordering::Acquire) > 1 {
             return Ok(());
         }
         shared.trim_pool(*device, pool).map(drop)
