@@ -137,6 +137,7 @@ pub enum BackendOp {
     Record,
     Query,
     Wait,
+    Capture,
     Memory,
     Reserve,
     Unreserve,
@@ -162,6 +163,7 @@ impl fmt::Display for BackendOp {
             BackendOp::Release => "release a segment",
             BackendOp::Record => "record an event",
             BackendOp::Query => "query an event",
+            BackendOp::Capture => "ask about a stream's capture",
             BackendOp::Wait => "wait for an event",
             BackendOp::Memory => "read the device's memory figures",
             BackendOp::Reserve => "reserve address space",
@@ -263,6 +265,8 @@ pub enum LadderStep {
     UseOnOom,
     /// Cached oversize segments were given back.
     ReleaseOversize,
+    /// All pending events were waited for, and nothing was given back because of a capture.
+    Wait,
     /// All pending events were waited for and all cached memory was given back, but that of pools
     /// that somebody refers to.
     ReleaseCached,
@@ -278,6 +282,7 @@ impl LadderStep {
             LadderStep::Grow => "growth",
             LadderStep::UseOnOom => "search of pools that are used on out of memory",
             LadderStep::ReleaseOversize => "release of oversize segments",
+            LadderStep::Wait => "wait for events",
             LadderStep::ReleasePools => "release of what is free in pools",
             LadderStep::ReleaseCached => "wait for events and release of everything cached",
         }

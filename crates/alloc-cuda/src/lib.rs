@@ -11,7 +11,9 @@ mod event;
 #[cfg(feature = "cudarc")]
 #[expect(unsafe_code, reason = "hands addresses and stream handles to cudarc")]
 mod interop;
+mod ordered;
 mod segment;
+mod share;
 #[expect(unsafe_code, reason = "takes stream handles from outside")]
 mod stream;
 #[cfg(test)]
@@ -29,6 +31,8 @@ pub use error::CudaError;
 pub use event::CudaEvent;
 #[cfg(feature = "cudarc")]
 pub use interop::{CudarcSlice, OtherStream};
+pub use ordered::{CudaOrdered, CudaPool};
 pub use segment::CudaSegment;
+pub use share::{CudaOpened, CudaSharedEvent};
 pub use stream::CudaStream;
 pub use vmm::{CudaPage, CudaReservation};

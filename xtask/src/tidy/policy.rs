@@ -24,6 +24,10 @@ pub(super) enum Outside {
 /// The simulated device: a dev-dependency anywhere.
 pub(super) const JUDGE: &str = "mock-backend";
 
+/// Pairs of crates: the first may have the second as a dev-dependency, though it may not depend on it.
+pub(super) const FOR_TESTS: &[(&str, &str)] =
+    &[("alloc-cuda", "alloc-ipc"), ("alloc-cuda", "alloc-shm")];
+
 /// Core names no backend, backends do not name each other, and nothing depends on a front end.
 pub(super) const CRATES: &[CratePolicy] = &[
     CratePolicy {
@@ -66,6 +70,13 @@ pub(super) const CRATES: &[CratePolicy] = &[
         ],
     },
     CratePolicy {
+        // Generic over the traits of sharing: it names no backend.
+        name: "alloc-ipc",
+        uses: &["alloc-core", "alloc-shm"],
+        outside: Outside::Any,
+        unsafe_in: &[],
+    },
+    CratePolicy {
         name: "alloc-cpu",
         uses: &["alloc-api", "alloc-core"],
         outside: Outside::Any,
@@ -73,9 +84,9 @@ pub(super) const CRATES: &[CratePolicy] = &[
     },
     CratePolicy {
         name: "memory-manager",
-        uses: &["alloc-core"],
+        uses: &["alloc-api", "alloc-core", "alloc-cuda", "alloc-host-cuda", "cuda-driver"],
         outside: Outside::Any,
-        unsafe_in: &["src/transfer"],
+        unsafe_in: &["src/abi", "src/cuda", "tests/gpu", "tests/c"],
     },
     CratePolicy {
         // On a GPU it measures, and shows that the simulator predicts; the driver is loaded at run time.

@@ -27,7 +27,7 @@ impl<B: Backend> Shared<B> {
         requested: u64,
     ) -> AllocResult<Allocation, B> {
         if !self.devices[cell.device.index()].pools.scopes.is_empty()
-            && let Some(routed) = self.route(cell)
+            && let Some(routed) = self.route(cell)?
         {
             return self.allocate_here(&routed.cell, requested);
         }
@@ -47,8 +47,8 @@ impl<B: Backend> Shared<B> {
             return Ok(self.allocation(cell, requested, None));
         }
         let mut op = self.begin();
-        if !self.devices[cell.device.index()].events.is_empty() && self.may_use_events() {
-            self.process_events(cell.device, &mut op.trace)?;
+        if !self.devices[cell.device.index()].events.is_empty() {
+            self.free_what_is_done(cell, &mut op.trace)?;
         }
         let found =
             self.edit(cell, &mut op.trace, |body, ledger| body.serve_cached(requested, ledger));

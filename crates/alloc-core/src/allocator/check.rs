@@ -51,6 +51,7 @@ impl<B: Backend> CachingAllocator<B> {
         for (index, device) in shared.devices.iter().enumerate() {
             shared.check_device(DeviceId::new(index as u16), device, &mut ranges)?;
         }
+        shared.check_captures()?;
         check_disjoint(&ranges)
     }
 }

@@ -6,6 +6,7 @@
 //! no hit ever takes.
 
 mod allocate;
+mod captures;
 mod check;
 mod free;
 mod grow;
@@ -17,6 +18,7 @@ mod reclaim;
 mod share;
 mod snapshot;
 
+pub use captures::{CaptureError, GraphMemory, GraphState};
 pub use check::Violation;
 pub use pools::{
     Checkpoint, MemPool, PageSource, PoolInfo, PoolOptions, PoolPin, PoolRef, PoolScope, Restored,
@@ -25,7 +27,7 @@ pub use pools::{
 pub use share::{Export, ShareHold};
 pub use snapshot::{BlockSnapshot, BlockStatus, SegmentSnapshot, Snapshot};
 
-use crate::backend::{Backend, DeviceMemory, MemoryInfo, Stream, VirtualMemory};
+use crate::backend::{Backend, CaptureId, DeviceMemory, MemoryInfo, Stream, VirtualMemory};
 use crate::block::{BlockId, BlockIdx};
 use crate::config::{Config, Policy, Rules, Settings};
 use crate::directory::Directory;
@@ -39,6 +41,7 @@ use crate::stats::{Counters, DeviceStats, StatTable};
 use crate::table::AppendTable;
 use crate::trace::{TraceBuffer, TraceSink};
 use crate::units::{Addr, DeviceId, PoolId, StreamId};
+use captures::Captures;
 use parking_lot::{Mutex, ReentrantMutex, RwLock};
 use pools::{OwnSource, Pool, Pools, Source, Token};
 use smallvec::SmallVec;
@@ -117,10 +120,18 @@ struct HeapBody<B: Backend> {
     source: OwnSource<B>,
     /// Tokens of the segments obtained whole.
     tokens: HashMap<SegmentId, Token<B>>,
-    /// Streams other than the heap's own that a live block was used on.
-    uses: HashMap<BlockIdx, SmallVec<[B::Stream; 2]>>,
+    /// Uses of live blocks on streams other than the heap's own.
+    uses: HashMap<BlockIdx, SmallVec<[Use<B::Stream>; 2]>>,
     /// How many [`ShareHold`]s there are on a live or draining block, if any.
     shares: HashMap<BlockIdx, u32>,
+}
+
+/// A use of a block on another stream than its heap's.
+#[derive(Clone)]
+struct Use<S> {
+    stream: S,
+    /// The capture that it is part of.
+    capture: Option<CaptureId>,
 }
 
 /// What the heaps of one device share.
@@ -276,8 +287,7 @@ struct Shared<B: Backend> {
     memory: fn(&B, DeviceId) -> Option<DeviceMemory>,
     tracing: AtomicBool,
     sink: RwLock<Option<Arc<dyn TraceSink>>>,
-    /// [`EventHold`]s in force.
-    holds: AtomicU32,
+    captures: Captures<B>,
     /// Numbers of the next pools; see [`PoolId`].
     next_user_pool: AtomicU64,
     next_capture_pool: AtomicU64,
@@ -367,7 +377,7 @@ impl<B: Backend + MemoryInfo> CachingAllocator<B> {
                 memory: |backend, device| backend.memory(device).ok(),
                 tracing: AtomicBool::new(false),
                 sink: RwLock::new(None),
-                holds: AtomicU32::new(0),
+                captures: Captures::new(),
                 next_user_pool: AtomicU64::new(1),
                 next_capture_pool: AtomicU64::new(1),
                 callbacks: Mutex::new(BTreeMap::new()),
@@ -498,7 +508,8 @@ impl<B: Backend> CachingAllocator<B> {
         self.shared.record_stream_raw(addr, stream)
     }
 
-    /// Waits for all pending events and gives all cached memory of every device back.
+    /// Waits for all pending events and gives all cached memory of every device back. Does nothing
+    /// while a graph is being captured: giving memory back would spoil the capture.
     ///
     /// # Errors
     /// [`AllocError::Backend`] at the first call that fails; what was given back before stays so.
@@ -645,35 +656,9 @@ impl<B: Backend> CachingAllocator<B> {
         self.shared.observers.lock().push(Arc::new(observer));
     }
 
-    /// Until the hold is dropped, no event is recorded, queried or waited for but those that a free
-    /// needs, and no cached memory is given back: what a front asks for while a stream is captured
-    /// into a graph, when such calls fail or spoil the capture. Requests are served from what is
-    /// cached and from new memory. Holds may overlap.
-    pub fn hold_events(&self) -> EventHold<B> {
-        self.shared.holds.fetch_add(1, Ordering::Relaxed);
-        EventHold { shared: Arc::clone(&self.shared) }
-    }
-
     /// The block that is handed out at `addr`, or `None`.
     pub fn locate(&self, addr: Addr) -> Option<Located> {
         self.shared.locate(addr)
-    }
-}
-
-/// See [`CachingAllocator::hold_events`].
-pub struct EventHold<B: Backend> {
-    shared: Arc<Shared<B>>,
-}
-
-impl<B: Backend> std::fmt::Debug for EventHold<B> {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("EventHold").finish_non_exhaustive()
-    }
-}
-
-impl<B: Backend> Drop for EventHold<B> {
-    fn drop(&mut self) {
-        self.shared.holds.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
@@ -775,11 +760,6 @@ impl<B: Backend> Shared<B> {
         if let Some(sink) = sink {
             trace.deliver(&*sink);
         }
-    }
-
-    /// Whether events may be used for the allocator's own purposes.
-    fn may_use_events(&self) -> bool {
-        self.holds.load(Ordering::Relaxed) == 0
     }
 
     fn device(&self, device: DeviceId) -> AllocResult<&Device<B>, B> {

@@ -38,6 +38,9 @@ impl<B: Backend> Shared<B> {
         trace: &mut TraceBuffer,
     ) -> AllocResult<(), B> {
         let _growth = self.devices[device.index()].growth.lock();
+        if self.captures_under_way() {
+            return Ok(());
+        }
         self.wait_for_events(device, trace)?;
         self.release_cached(device, trace)
     }
@@ -61,6 +64,7 @@ impl<B: Backend> Shared<B> {
         trace: &mut TraceBuffer,
     ) -> AllocResult<(), B> {
         let events = &self.devices[device.index()].events;
+        self.settle_deferred(device, trace);
         for stream in events.streams() {
             while wanted(stream)
                 && let Some(head) = events.wait_for_head(stream)
@@ -175,7 +179,7 @@ impl<B: Backend> Shared<B> {
                 self.directory.register(base, bytes, owner);
                 state.body.tokens.insert(segment, value);
                 state.body.heap.restore_free(block.index);
-                Err(error)
+                error.map_or(Ok(0), Err)
             }
         }
     }
@@ -203,10 +207,11 @@ impl<B: Backend> Shared<B> {
     ) -> AllocResult<(), B> {
         let (cell, pager) = (&*block.cell, paging.pager());
         let Some((run, base)) = self.take_pages(pager, block) else { return Ok(()) };
-        if let Err(error) = self.synchronize(&cell.stream) {
+        let quiet = self.synchronize(&cell.stream);
+        if !matches!(quiet, Ok(true)) {
             self.directory_register(cell, &run, run.bytes);
             cell.state.lock().body.heap.restore_free(block.index);
-            return Err(error);
+            return quiet.map(drop);
         }
         let unmapped = pager.unmap(base, run.addr, run.bytes);
         if unmapped.bytes < run.bytes {
@@ -281,7 +286,7 @@ impl<B: Backend> Shared<B> {
     }
 
     /// Gives back the reservations of a heap in which nothing is its own: memory that was mapped there
-    /// has gone elsewhere.
+    /// has gone elsewhere, or none ever was.
     pub(super) fn release_empty_reservations(&self, cell: &HeapCell<B>) -> AllocResult<(), B> {
         let source = cell.owner().1;
         let Some(paging) = self.paging_of(&source) else { return Ok(()) };
@@ -301,7 +306,9 @@ impl<B: Backend> Shared<B> {
         }
         let Some(_paging) = device.begin_paging() else { return Ok(()) };
         // Views may be left of what was mapped there, and work that uses them.
-        self.synchronize(&cell.stream)?;
+        if matches!(paging, Paging::Handles(_)) && !self.synchronize(&cell.stream)? {
+            return Ok(());
+        }
         while let Some((base, hole)) = empty() {
             paging
                 .pager()
@@ -312,15 +319,12 @@ impl<B: Backend> Shared<B> {
         Ok(())
     }
 
-    /// Waits for everything queued on a stream so far.
-    pub(super) fn synchronize(&self, stream: &B::Stream) -> AllocResult<(), B> {
-        let event = self
-            .backend
-            .record(stream)
-            .map_err(|source| AllocError::Backend { op: BackendOp::Record, source })?;
-        self.backend
-            .wait(&event)
-            .map_err(|source| AllocError::Backend { op: BackendOp::Wait, source })
+    /// Waits for everything queued on a stream so far. Returns whether it could: not on a capturing
+    /// stream.
+    pub(super) fn synchronize(&self, stream: &B::Stream) -> AllocResult<bool, B> {
+        let Some(event) = self.record(stream)? else { return Ok(false) };
+        let waited = self.backend.wait(&event);
+        waited.map(|()| true).map_err(|source| AllocError::Backend { op: BackendOp::Wait, source })
     }
 
     /// With `max_split_size` set: gives back the one smallest oversize block that makes room, or
@@ -454,17 +458,19 @@ impl<B: Backend> Shared<B> {
     /// the heaps, what was recorded for blocks that are still live. Returns whether none is left.
     fn wait_for_all_work(&self) -> bool {
         let mut done = true;
-        let mut note = |result: AllocResult<(), B>| {
-            done &= result.map_or_else(|error| error.is_device_lost(), |()| true);
+        let mut note = |result: AllocResult<bool, B>| {
+            done &= result.unwrap_or_else(|error| error.is_device_lost());
         };
         for index in 0..self.devices.len() {
             let device = DeviceId::new(index as u16);
-            note(self.wait_for_events(device, &mut TraceBuffer::new(false)));
+            let waited = self.wait_for_events(device, &mut TraceBuffer::new(false));
+            note(waited.map(|()| self.devices[index].events.is_empty()));
         }
         for cell in self.heaps.iter() {
             note(self.synchronize(&cell.stream));
             let uses = std::mem::take(&mut cell.state.lock().body.uses);
-            let mut used: Vec<_> = uses.into_values().flatten().collect();
+            let uses = uses.into_values().flatten();
+            let mut used: Vec<_> = uses.map(|used| used.stream).collect();
             used.sort_by_key(Stream::id);
             used.dedup_by_key(|stream| stream.id());
             for stream in used {

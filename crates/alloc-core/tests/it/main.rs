@@ -11,7 +11,9 @@
 //! * `errors`, `teardown`: misuse, broken backends, and the end.
 #![expect(clippy::unwrap_used, reason = "in a test a panic is the report, helpers included")]
 
+mod captures;
 mod cases_expandable;
+mod cases_graphs;
 mod cases_ladder;
 mod cases_pools;
 mod cases_sizes;
@@ -24,6 +26,7 @@ mod faults;
 mod interleave;
 mod liar;
 mod machine;
+mod machine_graphs;
 mod machine_moving;
 mod moving;
 mod pictures;

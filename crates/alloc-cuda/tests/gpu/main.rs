@@ -12,6 +12,8 @@ mod backend;
 mod child;
 mod data;
 mod devices;
+mod graphs;
+mod ipc;
 mod limits;
 mod rig;
 mod runner;
@@ -25,12 +27,14 @@ use std::process::ExitCode;
 
 /// Every test, in the order in which they run: what the others rely on comes first.
 fn scenarios() -> Vec<Scenario> {
-    let groups: [&[Scenario]; 7] = [
+    let groups: [&[Scenario]; 9] = [
         backend::SCENARIOS,
         streams::SCENARIOS,
         data::SCENARIOS,
         virtual_memory::SCENARIOS,
+        graphs::SCENARIOS,
         devices::SCENARIOS,
+        ipc::SCENARIOS,
         limits::SCENARIOS,
         soak::SCENARIOS,
     ];

@@ -96,13 +96,13 @@ impl<B: Backend> Shared<B> {
         let most = self.settings.lock().ours.views_max as usize;
         let mark = cell.view_mark.lock().take();
         let crowded = mark.is_some() || store.layout().is_crowded(most);
-        if !crowded || !self.may_use_events() || cell.pool().is_pinned() {
+        if !crowded || cell.pool().is_pinned() {
             *cell.view_mark.lock() = mark;
             return;
         }
         // An event that cannot be had tells nothing; the next growth asks again.
         let epoch = store.layout().epoch();
-        let record = || self.backend.record(&cell.stream).ok().map(|event| (epoch, event));
+        let record = || self.record(&cell.stream).ok().flatten().map(|event| (epoch, event));
         let Some(mark) = mark.or_else(record) else { return };
         match self.backend.query(&mark.1) {
             Ok(Completion::Reached) => {
@@ -360,15 +360,11 @@ impl<B: Backend> Shared<B> {
     fn quiet_since(&self, cell: &HeapCell<B>, waiting: bool) -> AllocResult<Option<u32>, B> {
         let clock = cell.state.lock().body.heap.clock;
         if waiting {
-            self.synchronize(&cell.stream)?;
-            return Ok(Some(clock));
-        }
-        if !self.may_use_events() {
-            return Ok(None);
+            return Ok(self.synchronize(&cell.stream)?.then_some(clock));
         }
         // An event that cannot be had tells nothing; the next growth asks again.
         let mark = cell.mark.lock().take();
-        let record = || self.backend.record(&cell.stream).ok().map(|event| (clock, event));
+        let record = || self.record(&cell.stream).ok().flatten().map(|event| (clock, event));
         let Some((clock, event)) = mark.or_else(record) else { return Ok(None) };
         Ok(match self.backend.query(&event) {
             Ok(Completion::Reached) => Some(clock),

@@ -12,7 +12,7 @@ use std::sync::Arc;
 impl<B: Backend> PoolRef<B> {
     /// Waits for the pending events of this pool's blocks and gives back what is free of it, however
     /// many refer to it. Returns the bytes given back: none while the pool is
-    /// [pinned](PoolRef::pin).
+    /// [pinned](PoolRef::pin) or a graph is being captured.
     ///
     /// # Errors
     /// [`AllocError::Backend`](crate::AllocError::Backend) at the first call that fails; what was
@@ -27,7 +27,7 @@ impl<B: Backend> Shared<B> {
         let mut op = self.begin();
         let home = &self.devices[device.index()];
         let _growth = home.growth.lock();
-        if pool.is_pinned() {
+        if pool.is_pinned() || self.captures_under_way() {
             return Ok(0);
         }
         self.wait_for_events_of(device, pool.id(), &mut op.trace)?;

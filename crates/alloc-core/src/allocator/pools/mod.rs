@@ -173,6 +173,16 @@ impl<B: Backend> Pools<B> {
         }
     }
 
+    /// Whether there is a private pool of this id.
+    pub(super) fn exists(&self, id: PoolId) -> bool {
+        self.private.read().contains_key(&id)
+    }
+
+    /// Whether there is a private pool of this id, and it is pinned.
+    pub(super) fn is_pinned(&self, id: PoolId) -> bool {
+        self.private.read().get(&id).is_some_and(|known| known.pool.is_pinned())
+    }
+
     pub(super) fn default_pool(&self) -> &Arc<Pool> {
         &self.default
     }
@@ -235,7 +245,7 @@ impl<B: Backend> CachingAllocator<B> {
         options: PoolOptions<B>,
     ) -> AllocResult<MemPool<B>, B> {
         let next = || PoolId(0, self.shared.next_user_pool.fetch_add(1, Ordering::Relaxed));
-        Ok(MemPool { pool: self.shared.create_pool(device, options, next)? })
+        Ok(MemPool { pool: self.shared.create_pool(device, options, next)?, released: false })
     }
 
     /// Makes a pool for a graph capture, with an id `{n, 0}` that no pool of this allocator had
@@ -480,6 +490,8 @@ impl Drop for PoolPin {
 #[derive(Debug)]
 pub struct MemPool<B: Backend> {
     pool: PoolRef<B>,
+    /// Whether it was given up already.
+    released: bool,
 }
 
 impl<B: Backend> MemPool<B> {
@@ -488,7 +500,8 @@ impl<B: Backend> MemPool<B> {
     /// # Errors
     /// [`AllocError::Backend`] at the first call that fails; the memory that was to go back then goes
     /// with the next flush.
-    pub fn release(self) -> AllocResult<(), B> {
+    pub fn release(mut self) -> AllocResult<(), B> {
+        self.released = true;
         self.give_up()
     }
 
@@ -496,7 +509,7 @@ impl<B: Backend> MemPool<B> {
         let PoolRef { shared, device, pool } = &self.pool;
         pool.use_on_oom.store(false, Ordering::Relaxed);
         // This handle's own reference goes right after.
-        if pool.refs.load(Ordering::Acquire) > 1 || !shared.may_use_events() {
+        if pool.refs.load(Ordering::Acquire) > 1 {
             return Ok(());
         }
         shared.trim_pool(*device, pool).map(drop)
@@ -512,6 +525,8 @@ impl<B: Backend> std::ops::Deref for MemPool<B> {
 
 impl<B: Backend> Drop for MemPool<B> {
     fn drop(&mut self) {
-        let _ = self.give_up();
+        if !self.released {
+            let _ = self.give_up();
+        }
     }
 }
