@@ -150,7 +150,7 @@ pub struct OursSettings {
     /// this. Where requests are cut from small handles, few are left partly used.
     pub handle_share: u32,
     /// `ours_handle_parts`: a request that would take more handles than this gets larger ones, of up to
-    /// 32 MiB.
+    /// 20 MiB.
     pub handle_parts: u32,
     /// `ours_handle_calm_mb`, in bytes: the largest one where memory only grows, as when weights are
     /// loaded.

@@ -459,7 +459,8 @@ fn heaps_are_used_again() {
     }
 }
 
-/// A request in a pool ran out of memory although the pool's own cached segment could go back.
+/// A request in a pool ran out of memory although the pool's own cached segment could go back. With policy
+/// pytorch it still does: a pool in use keeps what it has.
 #[test]
 fn case_b4_a_pool_gives_its_own_segment_back() {
     for policy in BOTH {
@@ -467,11 +468,13 @@ fn case_b4_a_pool_gives_its_own_segment_back() {
         let p = pool(&rig);
         let a = rig.alloc_in(&p, 60 * MIB, &rig.s(0));
         rig.free(a);
+        if policy == Policy::Pytorch {
+            let error = p.allocate(70 * MIB, &rig.s(0)).unwrap_err();
+            assert!(error.is_out_of_memory(), "{error}");
+            continue;
+        }
         let b = rig.alloc_in(&p, 70 * MIB, &rig.s(0));
         assert_eq!((rig.reserved(), rig.stat("num_ooms")), (70 * MIB, 0));
-        if policy == Policy::Pytorch {
-            assert_eq!(rig.stat("num_alloc_retries"), 1);
-        }
         rig.free(b);
     }
 }

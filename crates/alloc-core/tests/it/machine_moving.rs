@@ -30,7 +30,8 @@ struct Tally {
     /// Handles mapped once more.
     remaps: u64,
     unmaps: u64,
-    /// Pieces of free memory that changed their address, by a mapping or back to an old view.
+    /// Pieces of free memory that changed their address, by a mapping or back to an old view; those
+    /// since the last operation that reset the counters.
     moves: u64,
     faults: u64,
     ooms: u64,
@@ -122,6 +123,6 @@ fn memory_moves_and_the_judge_finds_nothing() {
     }
     println!("{tally:?}");
     // It was about something.
-    let moved_often = tally.moves > operations / 20 && tally.remaps > operations / 100;
+    let moved_often = tally.moves > operations / 50 && tally.remaps > operations / 50;
     assert!(moved_often && tally.unmaps > 0, "{tally:?}");
 }

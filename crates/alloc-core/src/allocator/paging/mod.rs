@@ -23,7 +23,7 @@ use crate::error::{AddressSpaceLack, AllocError};
 use crate::handles::HandleStore;
 use crate::heap::Request;
 use crate::pager::{BadRange, PagerError};
-use crate::size_class::{BLOCK_BYTES_MIN, SizeClass};
+use crate::size_class::{BLOCK_BYTES_MIN, LARGE_SEGMENT_BYTES, SizeClass};
 use crate::stats::Gauge;
 use crate::trace::TraceBuffer;
 use compose::{Plan, Site, Task, cut};
@@ -430,8 +430,8 @@ fn handle_bytes_max(knobs: &OursSettings, request: &Request, unit: u64, calm: u3
     usual.max(calm) / unit * unit
 }
 
-/// The largest handle of a request that is cut into a number of parts.
-const PART_BYTES_MAX: u64 = 32 << 20;
+/// The largest handle of a request that is cut into a number of parts: PyTorch's page.
+const PART_BYTES_MAX: u64 = LARGE_SEGMENT_BYTES;
 
 /// Growths in a row without a free after which a phase counts as calm.
 const CALM_AFTER: u32 = 2;
