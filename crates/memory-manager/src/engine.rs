@@ -39,6 +39,7 @@ struct Settings {
     mode: DeviceAllocatorMode,
     pinned_pool: Option<u64>,
     device_pool: Option<u64>,
+    release_threshold: Option<u64>,
     /// Modes that turned out not to be there when they were first needed.
     lacking: BTreeSet<(DeviceId, DeviceAllocatorMode)>,
 }
@@ -66,6 +67,7 @@ impl<P: Platform> Engines<P> {
             mode: config.mode,
             pinned_pool: None,
             device_pool: None,
+            release_threshold: config.release_threshold,
             lacking: BTreeSet::new(),
         };
         Engines {
@@ -102,6 +104,15 @@ impl<P: Platform> Engines<P> {
             return Err(ManagerError::PoolInUse(MemoryKind::Device));
         }
         self.settings.lock().device_pool = Some(bytes);
+        Ok(())
+    }
+
+    pub(crate) fn set_release_threshold(&self, bytes: u64) -> Result<(), ManagerError> {
+        let made = self.device.lock();
+        if !made.is_empty() {
+            return Err(ManagerError::PoolInUse(MemoryKind::Device));
+        }
+        self.settings.lock().release_threshold = Some(bytes);
         Ok(())
     }
 
@@ -272,8 +283,11 @@ impl<P: Platform> Engines<P> {
         device: DeviceId,
         mode: DeviceAllocatorMode,
     ) -> Result<OrderedAllocator<P::Backend>, ManagerError> {
-        let size = self.settings.lock().device_pool;
-        let threshold = self.config.release_threshold.or(size).unwrap_or(u64::MAX);
+        let (size, threshold) = {
+            let settings = self.settings.lock();
+            (settings.device_pool, settings.release_threshold)
+        };
+        let threshold = threshold.or(size).unwrap_or(u64::MAX);
         let pool = match mode {
             DeviceAllocatorMode::CudaAsyncPool => PoolChoice::Private { bytes_max: size },
             _ => PoolChoice::Default,
@@ -297,8 +311,8 @@ impl<P: Platform> Engines<P> {
     /// Gives cached memory of every allocator back. All are tried; the first error comes out.
     pub(crate) fn empty_caches(&self) -> Result<(), ManagerError> {
         let (pinned, engines) = self.all();
-        let result = pinned.map_or(Ok(()), |host| host.empty_cache());
-        engines.into_iter().fold(result, |result, engine| {
+        let mut result = pinned.map_or(Ok(()), |host| host.empty_cache());
+        for engine in engines {
             let emptied = match engine {
                 Engine::Caching(allocator) => {
                     allocator.empty_cache().map_err(|error| ManagerError::from_caching(0, error))
@@ -307,8 +321,21 @@ impl<P: Platform> Engines<P> {
                     allocator.empty_cache().map_err(|error| ManagerError::from_ordered(0, error))
                 }
             };
-            result.and(emptied)
-        })
+            result = result.and(emptied);
+        }
+        result
+    }
+
+    /// Gives unused memory of each stream-ordered pool back until it holds `keep_bytes` at most.
+    pub(crate) fn trim(&self, keep_bytes: u64) -> Result<(), ManagerError> {
+        let (_, engines) = self.all();
+        let mut result = Ok(());
+        for engine in engines {
+            let Engine::Ordered(allocator) = engine else { continue };
+            let trimmed = allocator.trim(keep_bytes);
+            result = result.and(trimmed.map_err(|error| ManagerError::from_ordered(0, error)));
+        }
+        result
     }
 
     /// Bytes held of the system: pinned memory, device memory of all devices. Figures that cannot be

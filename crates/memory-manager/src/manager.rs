@@ -319,6 +319,27 @@ impl<P: Platform> MemoryManager<P> {
         self.inner.engines.set_device_pool(bytes)
     }
 
+    /// Lets stream-ordered pools keep so many bytes when the host synchronises; what is unused beyond
+    /// goes back to the device then. Without it that is the size of the device pool, or all if that has
+    /// none. To be set before the first device allocation.
+    ///
+    /// # Errors
+    /// [`ManagerError::PoolInUse`] after it, [`ManagerError::ShutDown`].
+    pub fn set_release_threshold(&self, bytes: u64) -> Result<(), ManagerError> {
+        let _open = self.inner.enter()?;
+        self.inner.engines.set_release_threshold(bytes)
+    }
+
+    /// Gives unused memory of stream-ordered pools back to the devices until each pool holds
+    /// `keep_bytes` at most. Waits for nothing: memory whose free the host has not seen stays.
+    ///
+    /// # Errors
+    /// [`ManagerError::ShutDown`]; or whatever the driver reports. Each pool is tried.
+    pub fn trim_device_pools(&self, keep_bytes: u64) -> Result<(), ManagerError> {
+        let _open = self.inner.enter()?;
+        self.inner.engines.trim(keep_bytes)
+    }
+
     /// Chooses where device memory comes from, from now on: what is allocated already stays where it
     /// is. If the device lacks the mode, a simpler one is used, and the report says so.
     ///

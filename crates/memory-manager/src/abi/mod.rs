@@ -345,6 +345,16 @@ functions! {
         Ok(known.manager.set_device_pool_size(bytes)?)
     }
 
+    /// `mm_set_release_threshold`.
+    fn mm_set_release_threshold(bytes: u64) |known| {
+        Ok(known.manager.set_release_threshold(bytes)?)
+    }
+
+    /// `mm_trim_device_pools`.
+    fn mm_trim_device_pools(keep_bytes: u64) |known| {
+        Ok(known.manager.trim_device_pools(keep_bytes)?)
+    }
+
     /// `mm_set_device_allocator_mode`.
     fn mm_set_device_allocator_mode(mode: c_int) |known| {
         let mode = usize::try_from(mode).ok().and_then(|at| DeviceAllocatorMode::ALL.get(at));

@@ -52,6 +52,24 @@ fn sizes_are_set_before_first_use_or_not_at_all() {
 }
 
 #[test]
+fn pools_are_trimmed_and_keep_what_they_may() {
+    for mode in DeviceAllocatorMode::ALL {
+        let rig = rig(mode);
+        rig.manager.set_release_threshold(4 * MIB).unwrap();
+        let addrs = [2 * MIB, 2 * MIB, 2 * MIB].map(|bytes| rig.device(bytes));
+        let late = rig.manager.set_release_threshold(0);
+        assert!(matches!(late, Err(ManagerError::PoolInUse(MemoryKind::Device))));
+        addrs.into_iter().for_each(|addr| rig.free_device(addr));
+        rig.gpu.sync();
+        let is_caching = mode == DeviceAllocatorMode::Caching;
+        assert_eq!(rig.gpu.used(FIRST) == 4 * MIB, !is_caching, "{mode}");
+        rig.manager.trim_device_pools(2 * MIB).unwrap();
+        assert_eq!(rig.gpu.used(FIRST) == 2 * MIB, !is_caching, "{mode}");
+        rig.finish();
+    }
+}
+
+#[test]
 fn a_private_pool_keeps_what_its_size_allows() {
     let config = ManagerConfig {
         mode: DeviceAllocatorMode::CudaAsyncPool,
