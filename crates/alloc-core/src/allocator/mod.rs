@@ -19,7 +19,7 @@ pub use check::Violation;
 pub use snapshot::{BlockSnapshot, BlockStatus, SegmentSnapshot, Snapshot};
 
 use crate::backend::{Backend, DeviceMemory, MemoryInfo, Stream, VirtualMemory};
-use crate::block::{BlockId, BlockIdx};
+use crate::block::{BlockId, BlockIdx, BlockState};
 use crate::config::{Config, Policy, Rules, Settings};
 use crate::directory::Directory;
 use crate::error::{AllocError, BackendOp, FreeError, OomReport};
@@ -82,8 +82,10 @@ pub(crate) struct HeapCell<B: Backend> {
     /// Position in the allocator's table.
     index: u32,
     device: DeviceId,
+    home: Arc<Device<B>>,
     pool: PoolId,
     stream: B::Stream,
+    stream_id: StreamId,
     state: Lock<HeapState<B>>,
     /// An event on the stream, and the heap's clock when it was recorded: once it is reached, what
     /// was freed before is nobody's any more.
@@ -137,8 +139,18 @@ struct Device<B: Backend> {
 }
 
 impl<B: Backend> HeapCell<B> {
-    fn stream_id(&self) -> StreamId {
-        self.stream.id()
+    /// See [`Shared::edit`].
+    #[inline]
+    fn edit<R>(
+        &self,
+        trace: Option<&mut TraceBuffer>,
+        change: impl FnOnce(&mut HeapBody<B>, &mut Ledger<'_>) -> R,
+    ) -> R {
+        let mut state = self.state.lock();
+        let HeapState { body, stats } = &mut *state;
+        let mut exact = self.home.exact.as_ref().map(Lock::lock);
+        let stats = exact.as_deref_mut().unwrap_or(stats);
+        change(body, &mut Ledger { stats, trace })
     }
 }
 
@@ -211,7 +223,7 @@ struct Shared<B: Backend> {
     /// As of construction; what the statistic `max_split_size` shows.
     max_split_at_start: Option<u64>,
     settings: Mutex<Settings>,
-    devices: Vec<Device<B>>,
+    devices: Vec<Arc<Device<B>>>,
     heaps: AppendTable<Arc<HeapCell<B>>>,
     directory: Directory,
     paging: Option<Paging<B>>,
@@ -291,7 +303,7 @@ impl<B: Backend + MemoryInfo> CachingAllocator<B> {
             let memory = backend
                 .memory(DeviceId::new(index))
                 .map_err(|source| AllocError::Backend { op: BackendOp::Memory, source })?;
-            devices.push(Device::new(memory.total, &config));
+            devices.push(Arc::new(Device::new(memory.total, &config)));
         }
         Ok(CachingAllocator {
             shared: Arc::new(Shared {
@@ -661,6 +673,7 @@ impl<B: Backend> StreamHandle<B> {
     ///
     /// # Errors
     /// As there.
+    #[inline]
     pub fn allocate(&self, bytes: u64) -> AllocResult<Allocation, B> {
         self.shared.allocate(&self.cell, bytes)
     }
@@ -669,6 +682,7 @@ impl<B: Backend> StreamHandle<B> {
     ///
     /// # Errors
     /// As there.
+    #[inline]
     pub fn free(&self, allocation: Allocation) -> Result<(), FreeError<Allocation, B::Error>> {
         let result = match allocation.block {
             // No need to look the heap up.
@@ -719,9 +733,8 @@ impl<B: Backend> Shared<B> {
     }
 
     fn device(&self, device: DeviceId) -> AllocResult<&Device<B>, B> {
-        self.devices
-            .get(device.index())
-            .ok_or(AllocError::NoSuchDevice { device, count: self.devices.len() as u16 })
+        let found = self.devices.get(device.index()).map(|device| &**device);
+        found.ok_or(AllocError::NoSuchDevice { device, count: self.devices.len() as u16 })
     }
 
     /// The default-pool heap of a stream, made on first use.
@@ -742,13 +755,15 @@ impl<B: Backend> Shared<B> {
 
     fn new_heap(&self, index: u32, stream: &B::Stream, pool: Arc<PoolShared>) -> HeapCell<B> {
         let device = stream.device();
-        let limited = self.devices[device.index()].limit().is_some();
-        let rules = self.rules(&self.settings.lock(), limited);
+        let home = Arc::clone(&self.devices[device.index()]);
+        let rules = self.rules(&self.settings.lock(), home.limit().is_some());
         HeapCell {
             index,
             device,
             pool: pool.id,
             stream: stream.clone(),
+            stream_id: stream.id(),
+            home,
             mark: Mutex::new(None),
             view_mark: Mutex::new(None),
             state: Lock::new(HeapState {
@@ -782,12 +797,7 @@ impl<B: Backend> Shared<B> {
         trace: &mut TraceBuffer,
         change: impl FnOnce(&mut HeapBody<B>, &mut Ledger<'_>) -> R,
     ) -> R {
-        let mut state = cell.state.lock();
-        let HeapState { body, stats } = &mut *state;
-        match &self.devices[cell.device.index()].exact {
-            Some(exact) => change(body, &mut Ledger { stats: &mut exact.lock(), trace }),
-            None => change(body, &mut Ledger { stats, trace }),
-        }
+        cell.edit(Some(trace), change)
     }
 
     fn stat_table(&self, device: DeviceId) -> StatTable {
@@ -816,9 +826,11 @@ impl<B: Backend> Shared<B> {
         if addr < segment.base || addr - segment.base >= segment.bytes {
             return None;
         }
-        let block = segment.live_near(addr)?;
+        let index = segment.live_at(addr)?;
         let blocks = &state.body.heap.blocks;
-        (blocks[block].addr == addr).then(|| (cell, blocks.id(block)))
+        let block = &blocks[index];
+        let live = block.state == BlockState::Live && block.addr == addr;
+        live.then(|| (cell, blocks.id(index)))
     }
 
     fn locate(&self, addr: Addr) -> Option<Located> {

@@ -5,8 +5,8 @@ mod parse;
 pub use parse::ConfError;
 
 use crate::size_class::{
-    LARGE_SEGMENT_BYTES, OURS_SMALL_BYTES_MAX, RoundupDivisions, SMALL_BYTES_MAX, round_request,
-    segment_bytes,
+    BLOCK_BYTES_MIN, LARGE_SEGMENT_BYTES, OURS_SMALL_BYTES_MAX, RoundupDivisions, SMALL_BYTES_MAX,
+    round_request, segment_bytes,
 };
 use std::collections::BTreeMap;
 
@@ -307,6 +307,8 @@ impl Config {
 #[derive(Clone, Debug)]
 pub(crate) struct Rules {
     pub(crate) roundup: RoundupDivisions,
+    /// Whether `roundup` asks for nothing.
+    plain_rounding: bool,
     pub(crate) large_segment_bytes: u64,
     pub(crate) max_split_bytes: Option<u64>,
     pub(crate) max_non_split_rounding_bytes: u64,
@@ -317,6 +319,8 @@ pub(crate) struct Rules {
     pub(crate) counts_searches: bool,
     /// Whether requests may use and grow expandable segments.
     pub(crate) expandable: bool,
+    /// Whether the smallest block that suffices is the one to take, whatever lies behind it.
+    pub(crate) plain_fit: bool,
     /// Largest rounded request of the small class.
     pub(crate) small_bytes_max: u64,
 }
@@ -334,12 +338,14 @@ impl Rules {
             virtual_memory && settings.expandable_segments.unwrap_or(policy == Policy::Ours);
         Rules {
             roundup: settings.roundup.honouring_one(policy == Policy::Ours),
+            plain_rounding: settings.roundup.is_plain(),
             large_segment_bytes,
             max_split_bytes: settings.max_split_bytes,
             max_non_split_rounding_bytes: rounding,
             oversize_covers_expandable: policy == Policy::Pytorch,
             counts_searches: settings.gc_threshold.is_some() && (limited || policy == Policy::Ours),
             expandable,
+            plain_fit: !virtual_memory || (policy == Policy::Ours && expandable),
             small_bytes_max: if expandable && policy == Policy::Ours {
                 OURS_SMALL_BYTES_MAX
             } else {
@@ -348,7 +354,11 @@ impl Rules {
         }
     }
 
+    #[inline]
     pub(crate) fn round(&self, requested: u64) -> u64 {
+        if self.plain_rounding {
+            return requested.next_multiple_of(BLOCK_BYTES_MIN);
+        }
         round_request(requested, &self.roundup)
     }
 
