@@ -7,6 +7,7 @@ mod clippy;
 mod docs;
 mod fmt;
 mod gpu_test;
+mod loom;
 mod package;
 mod process;
 mod test;
@@ -38,6 +39,7 @@ enum Verb {
     /// Lint every target of every crate, warnings as errors
     Clippy,
     Test(test::Args),
+    Loom(loom::Args),
     Docs(docs::Args),
     /// Package every published crate, then use the packages from outside the workspace
     ///
@@ -71,6 +73,7 @@ fn dispatch(verb: Verb) -> Result<()> {
         Verb::Fmt(args) => fmt::run(&workspace, &args),
         Verb::Clippy => clippy::run(&workspace),
         Verb::Test(args) => test::run(&workspace, &args),
+        Verb::Loom(args) => loom::run(&workspace, &args),
         Verb::Docs(args) => docs::run(&workspace, &args),
         Verb::Package => package::run(&workspace),
         Verb::GpuTest(args) => gpu_test::run(&workspace, &args),

@@ -2,15 +2,18 @@
 //!
 //! The allocator decides; a backend only acts. Rules that hold for every method:
 //!
-//! * it is called with **no allocator lock held**, so it may block and may call back into the
-//!   allocator;
+//! * it is called with **no lock that a hit takes**, so it may block and may call back into the
+//!   allocator. Calls that obtain memory or give it back are made under the device's growth lock: the
+//!   calling thread may take it again, but must not wait there for another thread's growth;
 //! * it may be called from any thread, and from several at once;
 //! * an error means that nothing was done.
 //!
-//! Optional powers are traits of their own ([`VirtualMemory`], [`MemoryInfo`]); no method fails by
-//! default.
+//! Optional powers are traits of their own ([`VirtualMemory`], [`Capture`], [`MemoryInfo`],
+//! [`Share`]); no method fails by default.
 
 use crate::units::{Addr, DeviceId, StreamId};
+use std::collections::HashSet;
+use std::fmt;
 
 /// An ordered queue of device work. Cheap to clone; clones are the same stream.
 pub trait Stream: Clone + Send + Sync + 'static {
@@ -232,5 +235,216 @@ pub trait VirtualMemory: Backend {
         reservation: &Self::Reservation,
         at: Addr,
         bytes: u64,
+    ) -> Result<(), Self::Error>;
+}
+
+/// What stands for memory, or for an event, on its way to another process: plain bytes, and a
+/// descriptor where the kind has one.
+#[derive(Debug)]
+pub struct Token<D> {
+    /// How the bytes are to be read. The receiver goes by this, never by what it would send itself.
+    pub kind: TokenKind,
+    /// At most [`TOKEN_BYTES_MAX`] of them.
+    pub bytes: Vec<u8>,
+    /// What has to be passed as an open descriptor.
+    pub descriptor: Option<D>,
+}
+
+/// A kind of [`Token`]; the numbers are each backend's own.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct TokenKind(pub u32);
+
+/// The most bytes of a [`Token`].
+pub const TOKEN_BYTES_MAX: usize = 256;
+
+/// Names a device in all processes of a machine, whatever number each has for it.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct DeviceKey(pub [u8; 16]);
+
+/// Backends whose memory other processes can use.
+///
+/// What is exported must outlive its use by others; the allocator sees to that
+/// ([`CachingAllocator::share`](crate::CachingAllocator::share)).
+pub trait Share: Backend {
+    /// Descriptors in tokens.
+    type Descriptor: Send + 'static;
+    /// A segment of another process, opened here. It is closed, never released.
+    type Opened: Segment + Sync;
+    /// An event that another process may wait for, as long as it exists here.
+    type SharedEvent: Send + 'static;
+
+    /// Which device this is, for other processes.
+    ///
+    /// # Errors
+    /// Any but [`ErrorKind::OutOfMemory`].
+    fn device_key(&self, device: DeviceId) -> Result<DeviceKey, Self::Error>;
+
+    /// A token of a segment (cudaIpcGetMemHandle). Two exports of one segment are worth the same.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unsupported`] if such memory cannot be shared.
+    fn export_segment(
+        &self,
+        segment: &Self::Segment,
+    ) -> Result<Token<Self::Descriptor>, Self::Error>;
+
+    /// Opens a segment of `bytes` that another process exported from `device`
+    /// (cudaIpcOpenMemHandle), once at a time.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unsupported`] for a kind of token that is not known here; any other if it means
+    /// no memory, or none any more.
+    fn open_segment(
+        &self,
+        device: DeviceId,
+        bytes: u64,
+        token: Token<Self::Descriptor>,
+    ) -> Result<Self::Opened, Self::Error>;
+
+    /// Closes an opened segment. No work may be using it any more.
+    ///
+    /// # Errors
+    /// Hands the segment back.
+    fn close_segment(&self, opened: Self::Opened)
+    -> Result<(), Refused<Self::Opened, Self::Error>>;
+
+    /// An event after all work queued on `stream` so far, and its token.
+    ///
+    /// # Errors
+    /// Any; [`ErrorKind::Unsupported`] or [`ErrorKind::OutOfMemory`] if there are no (more) such
+    /// events: the caller then waits for the stream instead.
+    #[expect(clippy::type_complexity, reason = "a value and what stands for it")]
+    fn export_event(
+        &self,
+        stream: &Self::Stream,
+    ) -> Result<(Self::SharedEvent, Token<Self::Descriptor>), Self::Error>;
+
+    /// Lets work queued on `stream` from now on wait for an event of another process. The host does
+    /// not wait.
+    ///
+    /// # Errors
+    /// Any; for instance if that process is gone.
+    fn await_event(
+        &self,
+        stream: &Self::Stream,
+        token: &Token<Self::Descriptor>,
+    ) -> Result<(), Self::Error>;
+}
+
+/// Backends with virtual memory whose pages other processes can map.
+pub trait SharePages: Share + VirtualMemory {
+    /// A token of a page (cuMemExportToShareableHandle).
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unsupported`] if such memory cannot be shared.
+    fn export_page(&self, page: &Self::Page) -> Result<Token<Self::Descriptor>, Self::Error>;
+
+    /// A page of `bytes` that another process exported from `device`
+    /// (cuMemImportFromShareableHandle). It is mapped and [destroyed](VirtualMemory::destroy) like
+    /// one's own; the memory is gone when every process has done so.
+    ///
+    /// # Errors
+    /// As [`open_segment`](Share::open_segment).
+    fn import_page(
+        &self,
+        device: DeviceId,
+        bytes: u64,
+        token: Token<Self::Descriptor>,
+    ) -> Result<Self::Page, Self::Error>;
+}
+
+/// Identity of a capture: never that of another one in the life of the process.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub struct CaptureId(u64);
+
+impl CaptureId {
+    /// Wraps an id chosen by the backend.
+    pub const fn new(raw: u64) -> Self {
+        CaptureId(raw)
+    }
+
+    /// The raw id.
+    pub const fn get(self) -> u64 {
+        self.0
+    }
+}
+
+impl fmt::Display for CaptureId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "capture {}", self.0)
+    }
+}
+
+/// Identity of a piece of captured work: never that of another one of the same capture while the
+/// capture goes on.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub struct GraphNodeId(u64);
+
+impl GraphNodeId {
+    /// Wraps an id chosen by the backend.
+    pub const fn new(raw: u64) -> Self {
+        GraphNodeId(raw)
+    }
+
+    /// The raw id.
+    pub const fn get(self) -> u64 {
+        self.0
+    }
+}
+
+/// What becomes of the work that is queued on a stream now.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum CaptureStatus {
+    /// It runs.
+    None,
+    /// It goes into the graph of this capture, to run whenever that is replayed.
+    Active(CaptureId),
+    /// It is lost: the capture that the stream takes part in has failed and must still be ended.
+    Invalidated,
+}
+
+/// Where a stream stands in the graph of a capture.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct CaptureTips {
+    /// The capture.
+    pub capture: CaptureId,
+    /// The captured work that the stream's next work comes right after; empty if it comes after
+    /// none.
+    pub nodes: Vec<GraphNodeId>,
+}
+
+/// Backends whose streams can be captured into graphs (CUDA's stream capture).
+///
+/// A capture is begun and ended by whoever queues the work; the allocator only asks about it. So
+/// that others can go on meanwhile, [`Backend::acquire`], [`record`](Backend::record),
+/// [`query`](Backend::query), [`wait`](Backend::wait) and the calls of [`VirtualMemory`] must not
+/// disturb a capture, as long as no event of a capturing stream is involved.
+/// [`Backend::release`] may: the allocator does not call it while it knows of a capture.
+pub trait Capture: Backend {
+    /// Whether `stream` takes part in a capture. Called on every allocation while the allocator
+    /// knows of a capture, so it should be quick.
+    ///
+    /// # Errors
+    /// Any but [`ErrorKind::OutOfMemory`].
+    fn capture_status(&self, stream: &Self::Stream) -> Result<CaptureStatus, Self::Error>;
+
+    /// Where `stream` stands in the graph; `None` if it does not capture, or if the backend cannot
+    /// tell.
+    ///
+    /// # Errors
+    /// Any but [`ErrorKind::OutOfMemory`].
+    fn capture_tips(&self, stream: &Self::Stream) -> Result<Option<CaptureTips>, Self::Error>;
+
+    /// Adds to `past` all captured work that the next work of `stream` comes after in every replay,
+    /// at however many removes. `past` holds what earlier calls for the same stream and capture put
+    /// there, or nothing, and what is in it need not be walked again. Adds nothing if the stream does
+    /// not capture.
+    ///
+    /// # Errors
+    /// Any but [`ErrorKind::OutOfMemory`]; what was added until then is right.
+    fn extend_past(
+        &self,
+        stream: &Self::Stream,
+        past: &mut HashSet<GraphNodeId>,
     ) -> Result<(), Self::Error>;
 }

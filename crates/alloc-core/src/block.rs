@@ -246,6 +246,12 @@ impl BlockSlab {
         slot.next = self.vacant.replace(index);
     }
 
+    /// Makes all ids of a block stale; it stays where it is.
+    pub(crate) fn renew(&mut self, index: BlockIdx) {
+        let slot = &mut self.slots[index.get()];
+        slot.generation = slot.generation.wrapping_add(1);
+    }
+
     /// The id of a block, for use outside the lock of its heap.
     #[inline]
     pub(crate) fn id(&self, index: BlockIdx) -> BlockId {

@@ -56,6 +56,13 @@ pub enum AllocError<E> {
         /// What is wrong with it.
         why: &'static str,
     },
+    /// A checkpoint could not be taken or restored.
+    Checkpoint {
+        /// Of which pool.
+        pool: PoolId,
+        /// Why.
+        why: CheckpointFlaw,
+    },
     /// A backend call failed for another reason than lack of memory.
     Backend {
         /// The call.
@@ -63,6 +70,52 @@ pub enum AllocError<E> {
         /// What it said.
         source: E,
     },
+}
+
+/// Why a checkpoint could not be taken or restored.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[non_exhaustive]
+pub enum CheckpointFlaw {
+    /// It is of another pool. A pool that ended and was made again under its id is another one.
+    OtherPool {
+        /// Of which.
+        of: PoolId,
+    },
+    /// Work of other streams may still use a block, and events are held; or another process may. Try
+    /// again without the hold, or when that process is done.
+    Pending {
+        /// Where.
+        addr: Addr,
+    },
+    /// A block of the checkpoint has no memory any more.
+    Gone {
+        /// Where it was.
+        addr: Addr,
+    },
+    /// Another thread allocated from the pool or freed to it meanwhile. Some streams may be restored
+    /// and others not; restoring again puts that right.
+    Interrupted,
+}
+
+impl fmt::Display for CheckpointFlaw {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            CheckpointFlaw::OtherPool { of } => write!(f, "the checkpoint is of pool {of:?}"),
+            CheckpointFlaw::Pending { addr } => {
+                write!(
+                    f,
+                    "another process may still use the block at {addr}, or other streams may and \
+                     events are held"
+                )
+            }
+            CheckpointFlaw::Gone { addr } => {
+                write!(f, "the block at {addr} has no memory any more")
+            }
+            CheckpointFlaw::Interrupted => {
+                f.write_str("another thread used the pool meanwhile; restore again")
+            }
+        }
+    }
 }
 
 /// The backend call that failed.
@@ -83,6 +136,14 @@ pub enum BackendOp {
     Map,
     SetAccess,
     Unmap,
+    DeviceKey,
+    ExportSegment,
+    OpenSegment,
+    CloseSegment,
+    ExportPage,
+    ImportPage,
+    ExportEvent,
+    AwaitEvent,
 }
 
 impl fmt::Display for BackendOp {
@@ -101,6 +162,14 @@ impl fmt::Display for BackendOp {
             BackendOp::Map => "map memory",
             BackendOp::SetAccess => "set access to mapped memory",
             BackendOp::Unmap => "unmap memory",
+            BackendOp::DeviceKey => "identify a device",
+            BackendOp::ExportSegment => "export a segment",
+            BackendOp::OpenSegment => "open a segment of another process",
+            BackendOp::CloseSegment => "close a segment of another process",
+            BackendOp::ExportPage => "export physical memory",
+            BackendOp::ImportPage => "import physical memory",
+            BackendOp::ExportEvent => "export an event",
+            BackendOp::AwaitEvent => "wait for an event of another process",
         })
     }
 }
@@ -145,6 +214,9 @@ impl<E: fmt::Display> fmt::Display for AllocError<E> {
             AllocError::BadSegment { base, bytes, why } => {
                 write!(f, "the backend returned a segment of {bytes} bytes at {base}: {why}")
             }
+            AllocError::Checkpoint { pool, why } => {
+                write!(f, "checkpoint of pool {pool:?}: {why}")
+            }
             AllocError::Backend { op, source } => write!(f, "cannot {op}: {source}"),
         }
     }
@@ -169,6 +241,8 @@ pub enum LadderStep {
     GarbageCollection,
     /// The driver was asked.
     Grow,
+    /// Pools that serve others before they run out of memory were searched.
+    UseOnOom,
     /// Cached oversize segments were given back.
     ReleaseOversize,
     /// All pending events were waited for and all cached memory was given back.
@@ -181,6 +255,7 @@ impl LadderStep {
             LadderStep::Callbacks => "free-memory callbacks",
             LadderStep::GarbageCollection => "garbage collection",
             LadderStep::Grow => "growth",
+            LadderStep::UseOnOom => "search of pools that are used on out of memory",
             LadderStep::ReleaseOversize => "release of oversize segments",
             LadderStep::ReleaseCached => "wait for events and release of everything cached",
         }

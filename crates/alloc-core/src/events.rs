@@ -8,7 +8,7 @@ use crate::block::BlockId;
 use crate::config::EventOrder;
 use crate::units::StreamId;
 use parking_lot::{Condvar, Mutex};
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, HashSet, VecDeque};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::thread::{self, ThreadId};
 
@@ -18,6 +18,14 @@ pub(crate) struct Pending<E> {
     /// Position of its heap in the allocator's table.
     pub(crate) heap: u32,
     pub(crate) block: BlockId,
+    /// The younger, the larger; of all queues of a device.
+    number: u64,
+}
+
+impl<E> Pending<E> {
+    pub(crate) const fn new(event: E, heap: u32, block: BlockId) -> Self {
+        Pending { event, heap, block, number: 0 }
+    }
 }
 
 struct Fifo<E> {
@@ -65,6 +73,8 @@ pub(crate) struct EventQueue<B: Backend> {
     /// Entries in all queues, those in hand included. Read on every allocation, written only when
     /// blocks used across streams come and go.
     pending: AtomicUsize,
+    /// Entries that ever were in a queue.
+    pushed: AtomicU64,
     order: EventOrder,
     /// Lowest stream id of the device that was ever seen.
     lowest: AtomicU64,
@@ -76,6 +86,7 @@ impl<B: Backend> EventQueue<B> {
             fifos: Mutex::new(BTreeMap::new()),
             let_go: Condvar::new(),
             pending: AtomicUsize::new(0),
+            pushed: AtomicU64::new(0),
             order,
             lowest: AtomicU64::new(u64::MAX),
         }
@@ -94,9 +105,10 @@ impl<B: Backend> EventQueue<B> {
         self.pending.load(Ordering::Acquire)
     }
 
-    pub(crate) fn push(&self, stream: &B::Stream, entry: Pending<B::Event>) {
+    pub(crate) fn push(&self, stream: &B::Stream, mut entry: Pending<B::Event>) {
         self.note_stream(stream.id());
         let mut fifos = self.fifos.lock();
+        entry.number = self.pushed.fetch_add(1, Ordering::Relaxed);
         fifos.entry(stream.id()).or_default().entries.push_back(entry);
         self.pending.fetch_add(1, Ordering::Release);
     }
@@ -111,6 +123,15 @@ impl<B: Backend> EventQueue<B> {
             streams[others..].reverse();
         }
         streams
+    }
+
+    /// The stream whose head is the oldest, if that can be had; not one of `except`.
+    pub(crate) fn oldest(&self, except: &[StreamId]) -> Option<StreamId> {
+        let fifos = self.fifos.lock();
+        let others = fifos.iter().filter(|(stream, _)| !except.contains(stream));
+        // A queue whose only entry is in another thread's hand comes last.
+        let age = |fifo: &Fifo<B::Event>| fifo.entries.front().map_or(u64::MAX, |e| e.number);
+        others.min_by_key(|(_, fifo)| age(fifo)).map(|(&stream, _)| stream)
     }
 
     /// Takes the head of a stream's queue in hand, unless there is none or somebody has it.
@@ -155,6 +176,16 @@ impl<B: Backend> EventQueue<B> {
             fifos.remove(&stream);
         }
         self.let_go.notify_all();
+    }
+
+    /// Whether blocks of these heaps wait in the queue of a stream.
+    pub(crate) fn concerns(&self, stream: StreamId, heaps: &HashSet<u32>) -> bool {
+        let fifos = self.fifos.lock();
+        let fifo = fifos.get(&stream);
+        fifo.is_some_and(|fifo| {
+            // The one in hand is not in the queue.
+            fifo.holder.is_some() || fifo.entries.iter().any(|entry| heaps.contains(&entry.heap))
+        })
     }
 
     /// (heap, block) of every entry, for checks.

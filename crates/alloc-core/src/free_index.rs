@@ -354,7 +354,9 @@ impl FreeIndex {
     /// The blocks of at least `bytes`, ascending.
     pub(crate) fn iter_from(&self, bytes: u64) -> impl Iterator<Item = (FreeKey, BlockIdx)> + '_ {
         let mut latest = self.latest.as_ref().filter(|latest| latest.key.bytes >= bytes);
-        let bins = self.bins.iter().skip(bin_of(bytes)).flat_map(Bin::iter);
+        let first = self.first_bin(bin_of(bytes));
+        let occupied = std::iter::successors(first, |bin| self.first_bin(bin + 1));
+        let bins = occupied.flat_map(|bin| self.bins[bin].iter());
         let mut binned = bins.skip_while(move |entry| entry.key.bytes < bytes).peekable();
         let entries = std::iter::from_fn(move || match (latest, binned.peek()) {
             (Some(first), Some(next)) if first.key > next.key => binned.next(),

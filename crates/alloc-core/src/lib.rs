@@ -13,7 +13,9 @@ mod handles;
 mod heap;
 pub mod host;
 mod lock;
+pub mod ordered;
 mod pager;
+pub mod share;
 pub mod size_class;
 pub mod stats;
 mod sync;
@@ -22,12 +24,14 @@ pub mod trace;
 mod units;
 
 pub use allocator::{
-    Allocation, BlockSnapshot, BlockStatus, CachingAllocator, EventHold, Located, SegmentSnapshot,
-    Snapshot, StreamHandle, Violation,
+    Allocation, BlockSnapshot, BlockStatus, CachingAllocator, Checkpoint, EventHold, Export,
+    Located, MemPool, PoolInfo, PoolOptions, PoolPin, PoolRef, PoolScope, Restored, ScopeFilter,
+    SegmentSnapshot, ShareHold, Snapshot, StaleBlock, StreamHandle, ThreadScope, Violation,
 };
 pub use config::{ConfError, Config, Policy, Settings};
 pub use error::{
-    AddressSpaceLack, AllocError, BackendOp, FreeError, HeapReport, LadderStep, OomReport,
+    AddressSpaceLack, AllocError, BackendOp, CheckpointFlaw, FreeError, HeapReport, LadderStep,
+    OomReport,
 };
 pub use size_class::SizeClass;
 pub use stats::DeviceStats;

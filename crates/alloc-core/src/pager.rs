@@ -7,8 +7,10 @@ use crate::backend::{Page, Refused, Reservation, VirtualMemory};
 use crate::error::BackendOp;
 use crate::units::{Addr, DeviceId};
 use parking_lot::Mutex;
+use std::any::Any;
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// A failed backend call on behalf of a segment.
 #[derive(Debug)]
@@ -38,6 +40,15 @@ pub(crate) struct BadRange {
     pub(crate) base: Addr,
     pub(crate) bytes: u64,
     pub(crate) why: &'static str,
+}
+
+/// A page as it is mapped.
+pub(crate) struct MappedPage<'a> {
+    pub(crate) at: Addr,
+    /// Names the page for ever: numbers are not used again.
+    pub(crate) serial: u64,
+    /// The backend's page.
+    pub(crate) page: &'a dyn Any,
 }
 
 /// Reserves, backs and unbacks address space. Reservations are named by their base.
@@ -76,15 +87,24 @@ pub(crate) trait Pager<E>: Send + Sync {
     /// Unbacks `bytes` from `at` on, which are whole pages, and gives the pages back. Nothing may be
     /// using them.
     fn unmap(&self, base: Addr, at: Addr, bytes: u64) -> Unmapped<E>;
+
+    /// Shows the pages that the backed range of `bytes` from `at` on touches, by address.
+    fn visit(&self, base: Addr, at: Addr, bytes: u64, visit: &mut dyn FnMut(MappedPage<'_>));
 }
 
 struct Reserved<B: VirtualMemory> {
     token: B::Reservation,
     device: DeviceId,
-    pages: BTreeMap<Addr, B::Page>,
+    pages: BTreeMap<Addr, Numbered<B::Page>>,
     /// Pages of a failed growth that could not be unmapped either: nobody's memory, still mapped.
     /// The next growth there takes them over.
     leftovers: BTreeMap<Addr, B::Page>,
+}
+
+/// See [`MappedPage::serial`].
+struct Numbered<P> {
+    serial: u64,
+    page: P,
 }
 
 /// The pager of a backend with virtual memory. Every page is created when it is mapped and
@@ -94,11 +114,18 @@ pub(crate) struct PageStore<B: VirtualMemory> {
     reserved: Mutex<BTreeMap<Addr, Reserved<B>>>,
     /// Pages that the backend refused to take back; offered again on the next occasion.
     strays: Mutex<Vec<B::Page>>,
+    /// Pages mapped so far.
+    mapped: AtomicU64,
 }
 
 impl<B: VirtualMemory> PageStore<B> {
     pub(crate) const fn new(backend: Arc<B>) -> Self {
-        PageStore { backend, reserved: Mutex::new(BTreeMap::new()), strays: Mutex::new(Vec::new()) }
+        PageStore {
+            backend,
+            reserved: Mutex::new(BTreeMap::new()),
+            strays: Mutex::new(Vec::new()),
+            mapped: AtomicU64::new(0),
+        }
     }
 
     /// Takes a reservation out of the table, so that no lock is held while the backend works.
@@ -137,7 +164,9 @@ impl<B: VirtualMemory> PageStore<B> {
             self.undo_map(reserved, mapped);
             return Err(PagerError { op: BackendOp::SetAccess, source });
         }
-        reserved.pages.extend(mapped);
+        let serial = || self.mapped.fetch_add(1, Ordering::Relaxed);
+        let numbered = |(at, page)| (at, Numbered { serial: serial(), page });
+        reserved.pages.extend(mapped.into_iter().map(numbered));
         Ok(())
     }
 
@@ -232,7 +261,7 @@ impl<B: VirtualMemory> Pager<B::Error> for PageStore<B> {
         let reserved = self.reserved.lock();
         let mine = reserved.values().filter(|reserved| reserved.device == device);
         mine.map(|reserved| {
-            let pages = reserved.pages.iter().map(|(at, page)| (*at, page.bytes())).collect();
+            let pages = reserved.pages.iter().map(|(at, own)| (*at, own.page.bytes())).collect();
             ((reserved.token.base(), reserved.token.bytes()), pages)
         })
         .collect()
@@ -284,21 +313,32 @@ impl<B: VirtualMemory> Pager<B::Error> for PageStore<B> {
         let mut error = None;
         while done < bytes {
             let cursor = at + done;
-            let page = reserved.pages.remove(&cursor).expect("E2: backed runs are whole pages");
-            let page_bytes = page.bytes();
+            let own = reserved.pages.remove(&cursor).expect("E2: backed runs are whole pages");
+            let page_bytes = own.page.bytes();
             if let Err(source) = self.backend.unmap(&reserved.token, cursor, page_bytes) {
-                reserved.pages.insert(cursor, page);
+                reserved.pages.insert(cursor, own);
                 error = Some(PagerError { op: BackendOp::Unmap, source });
                 break;
             }
             done += page_bytes;
-            if let Err(refused) = self.destroy(page) {
+            if let Err(refused) = self.destroy(own.page) {
                 error = Some(refused);
                 break;
             }
         }
         self.put(reserved);
         Unmapped { bytes: done, error }
+    }
+
+    fn visit(&self, base: Addr, at: Addr, bytes: u64, visit: &mut dyn FnMut(MappedPage<'_>)) {
+        let reserved = self.take(base);
+        let below = reserved.pages.range(..=at).next_back().map_or(at, |(start, _)| *start);
+        for (start, own) in reserved.pages.range(below..at + bytes) {
+            if *start + own.page.bytes() > at {
+                visit(MappedPage { at: *start, serial: own.serial, page: &own.page });
+            }
+        }
+        self.put(reserved);
     }
 }
 
@@ -307,7 +347,8 @@ impl<B: VirtualMemory> Drop for PageStore<B> {
     fn drop(&mut self) {
         for (_, reserved) in std::mem::take(self.reserved.get_mut()) {
             let mut empty = true;
-            for (at, page) in reserved.pages.into_iter().chain(reserved.leftovers) {
+            let pages = reserved.pages.into_iter().map(|(at, own)| (at, own.page));
+            for (at, page) in pages.chain(reserved.leftovers) {
                 match self.backend.unmap(&reserved.token, at, page.bytes()) {
                     Ok(()) => drop(self.backend.destroy(page)),
                     Err(_) => empty = false,

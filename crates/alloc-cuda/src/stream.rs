@@ -4,6 +4,8 @@
 //! every device, and the per-thread handle another one on every thread. So streams get numbers of
 //! our own, and what tells two foreign streams apart is the driver's unique id.
 
+mod capture;
+
 use crate::backend::CudaBackend;
 use crate::device::DeviceState;
 use crate::error::CudaError;
@@ -101,14 +103,6 @@ impl CudaStream {
     /// The failure of any of that work.
     pub fn synchronize(&self) -> Result<(), CudaError> {
         self.record()?.wait()
-    }
-
-    /// Whether its work is being captured into a graph instead of run.
-    ///
-    /// # Errors
-    /// Whatever the driver reports.
-    pub fn is_captured(&self) -> Result<bool, CudaError> {
-        Ok(self.state.stream.capture_status()? != CaptureStatus::None)
     }
 
     /// Whether it was adopted, so that somebody else decides when it ends.
@@ -317,7 +311,7 @@ impl StreamTable {
         let stream = unsafe { Stream::from_raw(device.context()?, raw) };
         let unique = match stream.capture_status()? {
             CaptureStatus::None => Some(stream.unique_id()?),
-            CaptureStatus::Active | CaptureStatus::Invalidated => None,
+            CaptureStatus::Active(_) | CaptureStatus::Invalidated => None,
         };
         if let Some(state) = self.known.lock().find(device.id, unique, raw) {
             return Ok(CudaStream { state });

@@ -12,7 +12,7 @@ use crate::fit::Fit;
 use crate::machine::BackendName;
 use crate::replay::{Feed, Outcome, Prediction, Repeated};
 use crate::units::Thousands;
-use crate::verify::{Mismatch, Verdict};
+use crate::verify::{Comparison, Mismatch};
 use crate::workload::Workload;
 
 /// Lines above, below and under the header of a table, nothing between cells: a preset in the form
@@ -129,41 +129,24 @@ pub struct VerifyRow {
     pub mismatches: usize,
     /// The first difference.
     pub first: Option<Mismatch>,
-    /// What the recording needs and the allocator lacks.
-    pub unsupported: Option<String>,
 }
 
 impl VerifyRow {
     /// The row of one file.
-    pub fn new(file: String, verdict: &Verdict) -> Self {
-        let mut row = VerifyRow {
+    pub fn new(file: String, comparison: &Comparison) -> Self {
+        VerifyRow {
             file,
-            exact: verdict.agrees(),
-            ops: 0,
-            trace_entries: 0,
-            mismatches: 0,
-            first: None,
-            unsupported: None,
-        };
-        match verdict {
-            Verdict::Compared(comparison) => {
-                row.ops = comparison.ops;
-                row.trace_entries = comparison.trace_entries;
-                row.mismatches = comparison.mismatches;
-                row.first = comparison.first.clone();
-            }
-            Verdict::Unsupported(what) => row.unsupported = Some(what.clone()),
+            exact: comparison.agrees(),
+            ops: comparison.ops,
+            trace_entries: comparison.trace_entries,
+            mismatches: comparison.mismatches,
+            first: comparison.first.clone(),
         }
-        row
     }
 
     /// The row as a line of a table.
     fn cells(&self) -> Vec<Cell> {
-        let verdict = match (&self.unsupported, self.exact) {
-            (Some(_), _) => "unsupported",
-            (None, true) => "exact",
-            (None, false) => "DIFFERS",
-        };
+        let verdict = if self.exact { "exact" } else { "DIFFERS" };
         let count = |n: usize| number(Thousands(n as u64));
         vec![
             Cell::new(&self.file),
@@ -176,9 +159,7 @@ impl VerifyRow {
 
     /// What a reader must know beyond the table.
     fn note(&self) -> Option<String> {
-        let unsupported = self.unsupported.as_ref().map(|what| format!("unsupported: {what}"));
-        let first = || self.first.as_ref().map(|first| format!("first difference: {first}"));
-        unsupported.or_else(first).map(|text| format!("{}: {text}", self.file))
+        self.first.as_ref().map(|first| format!("{}: first difference: {first}", self.file))
     }
 }
 
@@ -546,23 +527,20 @@ mod tests {
             expected: "0x1".to_owned(),
             got: "0x2".to_owned(),
         };
-        let compared = |mismatches, first| {
-            Verdict::Compared(Comparison { ops: 1000, trace_entries: 2, mismatches, first })
-        };
+        let compared =
+            |mismatches, first| Comparison { ops: 1000, trace_entries: 2, mismatches, first };
         let rows = [
             VerifyRow::new("a".to_owned(), &compared(0, None)),
             VerifyRow::new("b".to_owned(), &compared(9, Some(first))),
-            VerifyRow::new("c".to_owned(), &Verdict::Unsupported("3 user pools".to_owned())),
         ];
         let text = verify_table(&rows);
         for part in [
             "b: first difference: operation 3: ptr: expected 0x1, got 0x2",
-            "c: unsupported: 3 user pools",
-            "1 of 3 files exact, 2,000 operations compared",
+            "1 of 2 files exact, 2,000 operations compared",
         ] {
             assert!(text.contains(part), "{part} in\n{text}");
         }
         assert!(json(&rows[1]).contains("\"first\":{\"operation\":3,\"what\":\"ptr\""));
-        assert!(json(&rows[2]).starts_with("{\"file\":\"c\",\"exact\":false,"));
+        assert!(json(&rows[1]).starts_with("{\"file\":\"b\",\"exact\":false,"));
     }
 }

@@ -29,7 +29,7 @@ pub use address::SocketAddress;
 pub use arena::{
     Arena, ArenaAllocator, ArenaPool, ArenaStats, Block, BlockAddr, PoolConfig, SharedBlock,
 };
-pub use channel::{Channel, Incoming, Item, Listener, Received, ReceivedBlock};
+pub use channel::{Borrowed, Channel, Incoming, Item, Listener, Received, ReceivedBlock};
 pub use error::{Error, Refusal, Result};
 pub use map::{
     Access, CopyOnWrite, Create, Descriptor, File, FlagMap, FlagTarget, Flags, HasName, Map,

@@ -61,14 +61,18 @@ pub(crate) enum Kind {
     Request = 11,
     /// A broker's answer.
     Reply = 12,
+    /// Bytes of the user's that go with a descriptor of any kind, or none.
+    Token = 13,
+    /// The same, on loan: kept for until it is given back.
+    Loan = 14,
 }
 
 impl Kind {
     fn of(byte: u8) -> Option<Self> {
         use Kind::*;
-        const ALL: [Kind; 12] = [
+        const ALL: [Kind; 14] = [
             Hello, Descriptor, Frozen, Named, Arena, Block, Retire, Release, Note, Missing,
-            Request, Reply,
+            Request, Reply, Token, Loan,
         ];
         ALL.into_iter().find(|&kind| kind as u8 == byte)
     }
@@ -77,7 +81,7 @@ impl Kind {
     fn descriptors(self) -> Option<u8> {
         match self {
             Kind::Descriptor | Kind::Frozen | Kind::Arena => Some(1),
-            Kind::Request | Kind::Reply => None,
+            Kind::Request | Kind::Reply | Kind::Token | Kind::Loan => None,
             _ => Some(0),
         }
     }

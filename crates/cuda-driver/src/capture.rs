@@ -1,9 +1,9 @@
 //! Stream capture and graphs.
 
 use crate::context::Context;
-use crate::error::DriverError;
+use crate::error::{DriverError, code};
 use crate::loader::Driver;
-use crate::stream::Stream;
+use crate::stream::{CaptureStatus, Stream};
 use crate::symbols::call;
 use cudarc::driver::sys;
 use std::marker::PhantomData;
@@ -93,6 +93,154 @@ impl Stream {
         // SAFETY: the place for the result is valid and the stream is alive.
         unsafe { call!(driver, stream_end_capture(self.handle(), &raw mut raw)) }?;
         Ok(Graph { context: self.context().clone(), raw: raw.expose_provenance() })
+    }
+}
+
+/// Where a stream stands in the graph of a capture that goes on.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct CaptureTips {
+    /// The capture's number; see [`CaptureStatus::Active`].
+    pub capture: u64,
+    /// The nodes that the stream's next work comes right after, as numbers that mean nothing
+    /// once the capture is over.
+    pub nodes: Vec<usize>,
+}
+
+impl Stream {
+    /// Whether the stream is being captured.
+    ///
+    /// # Errors
+    /// `CUDA_ERROR_STREAM_CAPTURE_IMPLICIT` on the legacy stream while a blocking one is captured.
+    pub fn capture_status(&self) -> Result<CaptureStatus, DriverError> {
+        let _current = self.context().enter()?;
+        let (mut status, mut id) = (0u32, 0);
+        let place = (&raw mut status).cast::<sys::CUstreamCaptureStatus>();
+        // SAFETY: the places are valid, the status one as large as the C enum and read back as a
+        // number; the other results are not wanted.
+        unsafe {
+            call!(
+                self.context().driver(),
+                stream_get_capture_info(
+                    self.handle(),
+                    place,
+                    &raw mut id,
+                    std::ptr::null_mut(),
+                    std::ptr::null_mut(),
+                    std::ptr::null_mut()
+                )
+            )
+        }?;
+        Ok(match status {
+            0 => CaptureStatus::None,
+            1 => CaptureStatus::Active(id),
+            _ => CaptureStatus::Invalidated,
+        })
+    }
+
+    /// Where the stream stands in the graph of its capture; `None` if it is not being captured, or
+    /// if the driver cannot tell because the graph has edges with data (`cuLaunchKernelEx` with
+    /// programmatic launch).
+    ///
+    /// # Safety
+    /// Until it returns, no other thread may queue work on the stream or end its capture.
+    ///
+    /// # Errors
+    /// As [`capture_status`](Self::capture_status).
+    pub unsafe fn capture_tips(&self) -> Result<Option<CaptureTips>, DriverError> {
+        let _current = self.context().enter()?;
+        let (mut status, mut capture) = (0u32, 0);
+        let place = (&raw mut status).cast::<sys::CUstreamCaptureStatus>();
+        let mut nodes: *const sys::CUgraphNode = std::ptr::null();
+        let mut count = 0;
+        // SAFETY: as in `capture_status`; the graph is not wanted.
+        let asked = unsafe {
+            call!(
+                self.context().driver(),
+                stream_get_capture_info(
+                    self.handle(),
+                    place,
+                    &raw mut capture,
+                    std::ptr::null_mut(),
+                    &raw mut nodes,
+                    &raw mut count
+                )
+            )
+        };
+        match asked {
+            Err(error) if error.code == code::LOSSY_QUERY => return Ok(None),
+            result => result?,
+        }
+        if status != 1 {
+            return Ok(None);
+        }
+        let mut tips = Vec::with_capacity(count);
+        for index in 0..count {
+            // SAFETY: the driver's array has as many entries, and stays until the next call about
+            // the stream, which the caller rules out.
+            let node = unsafe { nodes.wrapping_add(index).read() };
+            tips.push(node.expose_provenance());
+        }
+        Ok(Some(CaptureTips { capture, nodes: tips }))
+    }
+
+    /// Shows `note` the nodes that the stream's next work comes after, at however many removes. It
+    /// returns whether the node is new to it: if not, what comes before that node
+    /// is not walked. Shows none if the stream is not being captured, and stops where the driver
+    /// cannot tell what a node comes after.
+    ///
+    /// # Safety
+    /// As [`capture_tips`](Self::capture_tips).
+    ///
+    /// # Errors
+    /// As [`capture_status`](Self::capture_status).
+    pub unsafe fn walk_captured_past(
+        &self,
+        mut note: impl FnMut(usize) -> bool,
+    ) -> Result<(), DriverError> {
+        // SAFETY: passed on from the caller.
+        let Some(tips) = (unsafe { self.capture_tips() })? else { return Ok(()) };
+        let mut found = tips.nodes;
+        while let Some(node) = found.pop() {
+            if note(node) {
+                // SAFETY: the node was just found in the graph of the capture, which goes on.
+                unsafe { dependencies(self.context().driver(), node, &mut found) }?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Adds the nodes that a node comes right after to `found`; none if the driver cannot tell.
+///
+/// # Safety
+/// The node must exist.
+unsafe fn dependencies(
+    driver: &Driver,
+    node: usize,
+    found: &mut Vec<usize>,
+) -> Result<(), DriverError> {
+    // Almost every node has at most two.
+    let mut nodes = vec![std::ptr::null_mut(); 4];
+    let mut count = nodes.len();
+    loop {
+        let raw: sys::CUgraphNode = std::ptr::with_exposed_provenance_mut(node);
+        let room = nodes.len();
+        // SAFETY: the caller vouches for the node; the array has the room that is said.
+        let asked = unsafe {
+            call!(driver, graph_node_get_dependencies(raw, nodes.as_mut_ptr(), &raw mut count))
+        };
+        match asked {
+            Err(error) if error.code == code::LOSSY_QUERY => return Ok(()),
+            result => result?,
+        }
+        // The driver says how many there are, or fills what there is room for.
+        let entries = nodes.iter().take(count).filter(|node| !node.is_null());
+        if count < room {
+            found.extend(entries.map(|node| node.expose_provenance()));
+            return Ok(());
+        }
+        nodes = vec![std::ptr::null_mut(); 4 * room.max(count)];
+        count = nodes.len();
     }
 }
 

@@ -41,6 +41,10 @@ pub mod code {
         INVALID_PTX = 218, "CUDA_ERROR_INVALID_PTX";
         /// The link between devices failed.
         NVLINK_UNCORRECTABLE = 220, "CUDA_ERROR_NVLINK_UNCORRECTABLE";
+        /// Not possible in this state.
+        ILLEGAL_STATE = 401, "CUDA_ERROR_ILLEGAL_STATE";
+        /// The answer does not fit the question: the graph has edges with data.
+        LOSSY_QUERY = 402, "CUDA_ERROR_LOSSY_QUERY";
         /// No function of that name in the module.
         NOT_FOUND = 500, "CUDA_ERROR_NOT_FOUND";
         /// A handle is stale or belongs to another context.
@@ -87,10 +91,20 @@ pub mod code {
         STREAM_CAPTURE_UNSUPPORTED = 900, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED";
         /// The capture has been broken by an earlier call.
         STREAM_CAPTURE_INVALIDATED = 901, "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED";
+        /// The captures of two streams cannot become one.
+        STREAM_CAPTURE_MERGE = 902, "CUDA_ERROR_STREAM_CAPTURE_MERGE";
+        /// The stream did not begin the capture.
+        STREAM_CAPTURE_UNMATCHED = 903, "CUDA_ERROR_STREAM_CAPTURE_UNMATCHED";
+        /// A stream that was forked off was not joined.
+        STREAM_CAPTURE_UNJOINED = 904, "CUDA_ERROR_STREAM_CAPTURE_UNJOINED";
+        /// Captured work cannot depend on work that is not captured.
+        STREAM_CAPTURE_ISOLATION = 905, "CUDA_ERROR_STREAM_CAPTURE_ISOLATION";
         /// The legacy stream was used while a blocking stream is being captured.
         STREAM_CAPTURE_IMPLICIT = 906, "CUDA_ERROR_STREAM_CAPTURE_IMPLICIT";
         /// The event was recorded inside a capture.
         CAPTURED_EVENT = 907, "CUDA_ERROR_CAPTURED_EVENT";
+        /// A capture must end on the thread that began it.
+        STREAM_CAPTURE_WRONG_THREAD = 908, "CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD";
         /// The driver does not say.
         UNKNOWN = 999, "CUDA_ERROR_UNKNOWN";
     }
@@ -193,6 +207,8 @@ mod tests {
             CUDA_ERROR_ECC_UNCORRECTABLE,
             CUDA_ERROR_INVALID_PTX,
             CUDA_ERROR_NVLINK_UNCORRECTABLE,
+            CUDA_ERROR_ILLEGAL_STATE,
+            CUDA_ERROR_LOSSY_QUERY,
             CUDA_ERROR_NOT_FOUND,
             CUDA_ERROR_INVALID_HANDLE,
             CUDA_ERROR_NOT_READY,
@@ -216,14 +232,19 @@ mod tests {
             CUDA_ERROR_COMPAT_NOT_SUPPORTED_ON_DEVICE,
             CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED,
             CUDA_ERROR_STREAM_CAPTURE_INVALIDATED,
+            CUDA_ERROR_STREAM_CAPTURE_MERGE,
+            CUDA_ERROR_STREAM_CAPTURE_UNMATCHED,
+            CUDA_ERROR_STREAM_CAPTURE_UNJOINED,
+            CUDA_ERROR_STREAM_CAPTURE_ISOLATION,
             CUDA_ERROR_STREAM_CAPTURE_IMPLICIT,
             CUDA_ERROR_CAPTURED_EVENT,
+            CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD,
             CUDA_ERROR_UNKNOWN,
         ] {
             assert_eq!(known_name(known as u32), Some(format!("{known:?}").as_str()));
         }
         // One more than listed above: success.
-        assert_eq!(code::NAMES.len(), 39);
+        assert_eq!(code::NAMES.len(), 46);
         assert_eq!(known_name(CUDA_SUCCESS as u32), Some("CUDA_SUCCESS"));
     }
 

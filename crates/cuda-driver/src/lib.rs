@@ -16,7 +16,7 @@ mod stream;
 mod symbols;
 mod vmm;
 
-pub use capture::{CaptureMode, ExecutableGraph, Graph, RelaxedCaptures};
+pub use capture::{CaptureMode, CaptureTips, ExecutableGraph, Graph, RelaxedCaptures};
 pub use context::{Context, Current};
 pub use device::{Attribute, Device};
 pub use error::{DriverError, Refused, code};

@@ -14,8 +14,8 @@ use std::sync::Arc;
 pub enum CaptureStatus {
     /// Work is executed, as usual.
     None,
-    /// Work is recorded into a graph.
-    Active,
+    /// Work is recorded into a graph. No other capture of the process has or had this number.
+    Active(u64),
     /// Was being captured until something not allowed happened; the capture must still be ended.
     Invalidated,
 }
@@ -141,23 +141,6 @@ impl Stream {
         let _current = self.context.enter()?;
         // SAFETY: stream and event are alive; flags must be 0.
         unsafe { call!(self.context.driver(), stream_wait_event(self.handle(), event.handle(), 0)) }
-    }
-
-    /// Whether the stream is being captured.
-    ///
-    /// # Errors
-    /// `CUDA_ERROR_STREAM_CAPTURE_IMPLICIT` on the legacy stream while a blocking one is captured.
-    pub fn capture_status(&self) -> Result<CaptureStatus, DriverError> {
-        let _current = self.context.enter()?;
-        let mut status = 0u32;
-        let place = (&raw mut status).cast::<sys::CUstreamCaptureStatus>();
-        // SAFETY: the place is as large as the C enum; it is read back as a number.
-        unsafe { call!(self.context.driver(), stream_is_capturing(self.handle(), place)) }?;
-        Ok(match status {
-            0 => CaptureStatus::None,
-            1 => CaptureStatus::Active,
-            _ => CaptureStatus::Invalidated,
-        })
     }
 
     /// Calls `function` on a thread of the driver once all work queued so far is done; later work

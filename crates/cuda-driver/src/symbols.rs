@@ -75,8 +75,19 @@ macro_rules! symbols {
 
         // The arguments are those of cudarc's declarations, which are generated from the header.
         const _: () = {
-            $(let _: unsafe fn($($arg),*) -> sys::CUresult = sys::$name;)*
+            $(declared!($name($($arg),*));)*
         };
+    };
+}
+
+/// Compares an entry point with cudarc's declaration.
+macro_rules! declared {
+    // Headers of CUDA 13 do not declare these any more. The library still has them, for programs that
+    // were built earlier.
+    (cuStreamGetCaptureInfo_v2($($arg:ty),*)) => {};
+    (cuGraphNodeGetDependencies($($arg:ty),*)) => {};
+    ($name:ident($($arg:ty),*)) => {
+        let _: unsafe fn($($arg),*) -> sys::CUresult = sys::$name;
     };
 }
 
@@ -112,7 +123,14 @@ symbols! {
     stream_query = cuStreamQuery(sys::CUstream);
     stream_synchronize = cuStreamSynchronize(sys::CUstream);
     stream_wait_event = cuStreamWaitEvent(sys::CUstream, sys::CUevent, c_uint);
-    stream_is_capturing = cuStreamIsCapturing(sys::CUstream, *mut sys::CUstreamCaptureStatus);
+    stream_get_capture_info = cuStreamGetCaptureInfo_v2(
+        sys::CUstream,
+        *mut sys::CUstreamCaptureStatus,
+        *mut c_ulonglong,
+        *mut sys::CUgraph,
+        *mut *const sys::CUgraphNode,
+        *mut usize,
+    );
     stream_get_ctx = cuStreamGetCtx(sys::CUstream, *mut sys::CUcontext);
     stream_get_id = cuStreamGetId(sys::CUstream, *mut c_ulonglong);
     launch_host_func = cuLaunchHostFunc(sys::CUstream, sys::CUhostFn, *mut c_void);
@@ -200,6 +218,8 @@ symbols! {
     thread_exchange_capture_mode = cuThreadExchangeStreamCaptureMode(*mut sys::CUstreamCaptureMode);
     stream_begin_capture = cuStreamBeginCapture_v2(sys::CUstream, sys::CUstreamCaptureMode);
     stream_end_capture = cuStreamEndCapture(sys::CUstream, *mut sys::CUgraph);
+    graph_node_get_dependencies =
+        cuGraphNodeGetDependencies(sys::CUgraphNode, *mut sys::CUgraphNode, *mut usize);
     graph_instantiate =
         cuGraphInstantiateWithFlags(*mut sys::CUgraphExec, sys::CUgraph, c_ulonglong);
     graph_launch = cuGraphLaunch(sys::CUgraphExec, sys::CUstream);

@@ -8,14 +8,16 @@ use alloc_core::backend::Stream;
 use alloc_core::{Addr, DeviceId};
 use parking_lot::{Mutex, RwLock};
 
-use crate::captures::CaptureError;
+use crate::captures::Captures;
 use crate::event::{Alive, MockEvent};
 use crate::faults::FaultPlan;
-use crate::sim::{Sim, on_stream};
+use crate::graphs::Sharing;
+use crate::share::Neighbours;
+use crate::sim::{Position, Sim, on_stream};
 use crate::streams::Ending;
 use crate::{
-    Builder, Call, CallInfo, CaptureMode, Costs, Fault, Fed, Feed, Graph, Leaks, LogEntry,
-    MockError, MockStream, Rule, SpanKind, Violation, Work,
+    Builder, Call, CallInfo, Costs, Fault, Fed, Feed, Leaks, LogEntry, MockError, MockStream, Rule,
+    SpanKind, Violation, Work,
 };
 
 /// Runs at the start of a driver call.
@@ -38,6 +40,7 @@ pub(crate) struct Shared {
     hooks: RwLock<BTreeMap<Call, Hook>>,
     feed: Mutex<Option<Feed>>,
     sim: Mutex<Sim>,
+    pub(crate) neighbours: Neighbours,
 }
 
 impl MockBackend {
@@ -52,21 +55,26 @@ impl MockBackend {
     }
 
     pub(crate) fn assemble(
-        sim: Sim,
+        mut sim: Sim,
         device_count: u16,
         granularity: u64,
         feed: Option<Feed>,
         hooks: Vec<(Call, Hook)>,
+        neighbours: Neighbours,
     ) -> Self {
         static NEXT: AtomicU32 = AtomicU32::new(0);
+        let id = NEXT.fetch_add(1, Ordering::Relaxed);
+        // No two captures of a process have the same id.
+        sim.captures = Captures::above(u64::from(id) << 32);
         let shared = Shared {
-            id: NEXT.fetch_add(1, Ordering::Relaxed),
+            id,
             device_count,
             granularity,
             events: Arc::default(),
             hooks: RwLock::new(hooks.into_iter().collect()),
             feed: Mutex::new(feed),
             sim: Mutex::new(sim),
+            neighbours,
         };
         MockBackend { shared: Arc::new(shared) }
     }
@@ -91,7 +99,7 @@ impl MockBackend {
     }
 
     /// Panics unless the stream is one of this backend.
-    fn own(&self, stream: &MockStream) -> usize {
+    pub(crate) fn own(&self, stream: &MockStream) -> usize {
         assert_eq!(stream.backend, self.shared.id, "a stream of another backend");
         stream.index
     }
@@ -165,6 +173,7 @@ impl MockBackend {
         sim.operation += 1;
         let all: Vec<usize> = (0..sim.streams.all.len()).collect();
         sim.host_waits_for_all(&all);
+        sim.after_sync();
     }
 
     /// The host waits for all work of `device` (cudaDeviceSynchronize).
@@ -173,6 +182,7 @@ impl MockBackend {
         sim.operation += 1;
         let all = sim.streams.of_device(device);
         sim.host_waits_for_all(&all);
+        sim.after_sync();
     }
 
     /// The host waits for all work of `stream` (cudaStreamSynchronize).
@@ -181,6 +191,7 @@ impl MockBackend {
         let mut sim = self.sim();
         sim.operation += 1;
         sim.host_waits_for_all(&[index]);
+        sim.after_sync();
     }
 
     /// What follows on `stream` runs after `event` (cudaStreamWaitEvent); the host does not wait. If
@@ -217,9 +228,9 @@ impl MockBackend {
     }
 
     pub(crate) fn event_on(&self, sim: &Sim, stream: usize) -> MockEvent {
-        let (items, clock, capture) = sim.position(stream);
+        let Position { items, clock, capture, tips } = sim.position(stream);
         let _alive = Alive::new(&self.shared.events);
-        MockEvent { backend: self.shared.id, stream, items, clock, capture, _alive }
+        MockEvent { backend: self.shared.id, stream, items, clock, capture, tips, _alive }
     }
 
     /// Simulated time in nanoseconds: driver calls and waits take time, [`advance`](Self::advance)
@@ -233,38 +244,6 @@ impl MockBackend {
         let mut sim = self.sim();
         sim.streams.now_ns += ns;
         sim.streams.settle();
-    }
-}
-
-/// # Capture
-impl MockBackend {
-    /// Begins a capture on `stream`: from now on its work, and that of streams ordered after it by
-    /// captured events, goes into a graph.
-    ///
-    /// # Errors
-    /// [`CaptureError::AlreadyCapturing`].
-    pub fn begin_capture(
-        &self,
-        stream: &MockStream,
-        mode: CaptureMode,
-    ) -> Result<(), CaptureError> {
-        let index = self.own(stream);
-        self.sim().captures.begin(index, mode)
-    }
-
-    /// Ends the capture that was begun on `stream`.
-    ///
-    /// # Errors
-    /// See [`CaptureError`]. With [`CaptureError::NotTheOrigin`] and [`CaptureError::WrongThread`]
-    /// it goes on, otherwise it is over.
-    pub fn end_capture(&self, stream: &MockStream) -> Result<Graph, CaptureError> {
-        let index = self.own(stream);
-        self.sim().captures.end(index)
-    }
-
-    /// Whether `stream` takes part in a capture.
-    pub fn is_capturing(&self, stream: &MockStream) -> bool {
-        self.sim().captures.of(self.own(stream)).is_some()
     }
 }
 
@@ -293,11 +272,14 @@ impl MockBackend {
             return Leaks::default();
         }
         Leaks {
-            segments: sim.memory.live_segments(),
+            segments: sim.live_segments(),
             reservations: sim.memory.live_reservations(),
             mappings: sim.memory.live_mappings(),
             pages: sim.memory.live_pages(),
+            ordered: sim.pools.live(),
+            pools: sim.pools.unended(),
             events: self.shared.events.load(Ordering::Relaxed),
+            captures: sim.captures.count(),
             allocations: sim.book.live(),
         }
     }
@@ -331,7 +313,19 @@ impl Judge<'_> {
         self.0.own(stream);
         let mut sim = self.0.sim();
         if bytes > 0 && !sim.unloaded {
-            sim.allocated(addr, bytes, stream);
+            sim.allocated(addr, bytes, stream, None);
+            self.0.judge_reuse(&mut sim, addr, bytes);
+        }
+    }
+
+    /// As [`allocated`](Self::allocated), from a pool with this number: it may be the memory of
+    /// graphs that were captured into that pool, see [`capture_shares`](Self::capture_shares).
+    pub fn allocated_in(&self, addr: Addr, bytes: u64, stream: &MockStream, pool: u64) {
+        self.0.own(stream);
+        let mut sim = self.0.sim();
+        if bytes > 0 && !sim.unloaded {
+            sim.allocated(addr, bytes, stream, Some(Sharing::Pool(pool)));
+            self.0.judge_reuse(&mut sim, addr, bytes);
         }
     }
 

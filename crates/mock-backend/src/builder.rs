@@ -1,6 +1,7 @@
 //! How a simulated machine is put together.
 
 use std::collections::BTreeMap;
+use std::fs::File;
 use std::sync::Arc;
 
 use alloc_core::backend::SEGMENT_ALIGN;
@@ -11,11 +12,14 @@ use crate::backend::Hook;
 use crate::call::Log;
 use crate::captures::Captures;
 use crate::faults::FaultPlan;
+use crate::graphs::Graphs;
 use crate::judge::Book;
 use crate::memory::{Device, Memory};
+use crate::pools::Pools;
+use crate::share::{Imports, Neighbours, Payloads};
 use crate::sim::Sim;
 use crate::streams::Streams;
-use crate::{Call, CallInfo, Costs, Fault, Feed, MockBackend, Placement, Rng};
+use crate::{Call, CallInfo, Costs, Exchange, Fault, Feed, MockBackend, Placement, Rng};
 
 /// Total memory of a device that nobody described: that of an 80 GiB card.
 const USUAL_DEVICE_BYTES: u64 = 80 << 30;
@@ -36,7 +40,11 @@ pub struct Builder {
     faults: Vec<Fault>,
     log: usize,
     strict: bool,
+    pools: bool,
+    obeys_captures: bool,
     pub(crate) hooks: Vec<(Call, Hook)>,
+    exchange: Exchange,
+    payloads: Option<Payloads>,
 }
 
 impl Builder {
@@ -53,7 +61,11 @@ impl Builder {
             faults: Vec::new(),
             log: 0,
             strict: false,
+            pools: true,
+            obeys_captures: false,
             hooks: Vec::new(),
+            exchange: Exchange::new(),
+            payloads: None,
         }
     }
 
@@ -66,14 +78,38 @@ impl Builder {
     /// Adds a device that says it has `total` bytes, of which `capacity` can be had; a capacity of
     /// [`u64::MAX`] never runs out.
     pub fn device_with(mut self, capacity: u64, total: u64) -> Self {
-        self.devices.push(Device { capacity, total, used: 0 });
+        let key = self.devices.len() as u8;
+        self.devices.push(Device { capacity, total, used: 0, key });
+        self
+    }
+
+    /// What names the device added last in all processes of the machine; without this, its number.
+    ///
+    /// # Panics
+    /// Without a device.
+    pub fn device_key(mut self, key: u8) -> Self {
+        self.devices.last_mut().expect("a device to name").key = key;
+        self
+    }
+
+    /// Makes the backend a process of a machine: what it exports, the others can import, and the
+    /// judges see to it that nobody takes memory from under another. Default: a machine of its own.
+    pub fn exchange(mut self, exchange: &Exchange) -> Self {
+        self.exchange = exchange.clone();
+        self
+    }
+
+    /// Gives everything that is exported a file of its size, as its bytes; see
+    /// [`MockBackend::payload`]. Default: none, and exported memory has no bytes.
+    pub fn payloads(mut self, make: impl Fn(u64) -> File + Send + Sync + 'static) -> Self {
+        self.payloads = Some(Box::new(make));
         self
     }
 
     /// Adds a NUMA node of the host on which `bytes` can be pinned. Without any, there is one of
     /// 1 TiB.
     pub fn host_node(mut self, bytes: u64) -> Self {
-        self.host.push(Device { capacity: bytes, total: bytes, used: 0 });
+        self.host.push(Device { capacity: bytes, total: bytes, used: 0, key: 0 });
         self
     }
 
@@ -127,6 +163,20 @@ impl Builder {
         self
     }
 
+    /// A machine whose devices have no stream-ordered pools.
+    pub fn without_pools(mut self) -> Self {
+        self.pools = false;
+        self
+    }
+
+    /// Queries of events and waits for them are subject to the [`CaptureMode`](crate::CaptureMode)s
+    /// of captures, as they are on CUDA unless the thread is put into relaxed mode for the call.
+    /// Default: they are not, as the contract of [`Capture`](alloc_core::backend::Capture) demands.
+    pub fn obeys_capture_modes(mut self) -> Self {
+        self.obeys_captures = true;
+        self
+    }
+
     /// Runs `hook` at the start of every call of this kind, with no lock of the simulator held; see
     /// [`MockBackend::set_hook`].
     pub fn on(mut self, call: Call, hook: impl Fn(&CallInfo) + Send + Sync + 'static) -> Self {
@@ -164,15 +214,27 @@ impl Builder {
             pins: BTreeMap::new(),
             space: AddressSpace::new(self.placement, self.first_address, self.address_space),
             streams,
-            captures: Captures::default(),
+            captures: Captures::above(0),
+            graphs: Graphs::default(),
+            obeys_captures: self.obeys_captures,
             book: Book::default(),
+            pools: Pools::new(if self.pools { device_count } else { 0 }),
             faults: FaultPlan::new(std::mem::take(&mut self.faults)),
             costs: Costs::default(),
             log: Log::new(self.log),
             violations: Vec::new(),
             chance: self.chance.take(),
+            imports: Imports::default(),
         };
-        MockBackend::assemble(sim, device_count, self.granularity, self.feed, self.hooks)
+        let neighbours = Neighbours { exchange: self.exchange, payloads: self.payloads };
+        MockBackend::assemble(
+            sim,
+            device_count,
+            self.granularity,
+            self.feed,
+            self.hooks,
+            neighbours,
+        )
     }
 }
 

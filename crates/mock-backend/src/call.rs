@@ -43,11 +43,47 @@ pub enum Call {
     Unpin,
     /// `CopyData::copy`
     Copy,
+    /// `Share::device_key`
+    DeviceKey,
+    /// `Share::export_segment`
+    ExportSegment,
+    /// `Share::open_segment`
+    OpenSegment,
+    /// `Share::close_segment`
+    CloseSegment,
+    /// `Share::export_event`
+    ExportEvent,
+    /// `Share::await_event`
+    AwaitEvent,
+    /// `SharePages::export_page`
+    ExportPage,
+    /// `SharePages::import_page`
+    ImportPage,
+    /// `StreamOrdered::create_pool`
+    CreatePool,
+    /// `StreamOrdered::destroy_pool`
+    DestroyPool,
+    /// `StreamOrdered::allocate_ordered`
+    AllocateOrdered,
+    /// `StreamOrdered::free_ordered`
+    FreeOrdered,
+    /// `StreamOrdered::set_pool_options` and `pool_options`
+    PoolOptions,
+    /// `StreamOrdered::pool_usage` and `reset_pool_peaks`
+    PoolUsage,
+    /// `StreamOrdered::trim_pool`
+    TrimPool,
+    /// `Capture::capture_status`
+    CaptureStatus,
+    /// `Capture::capture_tips`
+    CaptureTips,
+    /// `Capture::extend_past`
+    ExtendPast,
 }
 
 impl Call {
     /// Every kind, in declaration order.
-    pub const ALL: [Call; 17] = [
+    pub const ALL: [Call; 35] = [
         Call::Acquire,
         Call::Release,
         Call::Record,
@@ -65,12 +101,33 @@ impl Call {
         Call::Pin,
         Call::Unpin,
         Call::Copy,
+        Call::DeviceKey,
+        Call::ExportSegment,
+        Call::OpenSegment,
+        Call::CloseSegment,
+        Call::ExportEvent,
+        Call::AwaitEvent,
+        Call::ExportPage,
+        Call::ImportPage,
+        Call::CreatePool,
+        Call::DestroyPool,
+        Call::AllocateOrdered,
+        Call::FreeOrdered,
+        Call::PoolOptions,
+        Call::PoolUsage,
+        Call::TrimPool,
+        Call::CaptureStatus,
+        Call::CaptureTips,
+        Call::ExtendPast,
     ];
 
     /// Whether the call takes something that may have run out, so that
     /// [`ErrorKind::OutOfMemory`] is its natural failure.
     pub const fn takes_memory(self) -> bool {
-        matches!(self, Call::Acquire | Call::Create | Call::Reserve | Call::Pin)
+        matches!(
+            self,
+            Call::Acquire | Call::Create | Call::Reserve | Call::Pin | Call::AllocateOrdered
+        )
     }
 
     /// The name of the trait method.
@@ -93,6 +150,24 @@ impl Call {
             Call::Pin => "pin",
             Call::Unpin => "unpin",
             Call::Copy => "copy",
+            Call::DeviceKey => "device_key",
+            Call::ExportSegment => "export_segment",
+            Call::OpenSegment => "open_segment",
+            Call::CloseSegment => "close_segment",
+            Call::ExportEvent => "export_event",
+            Call::AwaitEvent => "await_event",
+            Call::ExportPage => "export_page",
+            Call::ImportPage => "import_page",
+            Call::CreatePool => "create_pool",
+            Call::DestroyPool => "destroy_pool",
+            Call::AllocateOrdered => "allocate_ordered",
+            Call::FreeOrdered => "free_ordered",
+            Call::PoolOptions => "pool_options",
+            Call::PoolUsage => "pool_usage",
+            Call::TrimPool => "trim_pool",
+            Call::CaptureStatus => "capture_status",
+            Call::CaptureTips => "capture_tips",
+            Call::ExtendPast => "extend_past",
         }
     }
 }

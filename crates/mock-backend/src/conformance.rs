@@ -1,7 +1,7 @@
 //! The contract of the backend traits as a suite that any backend can run, real GPUs included.
 //!
 //! A backend's test says how to make work and to wait for it ([`Harness`]) and calls [`run`], and
-//! [`run_virtual_memory`] if it has virtual memory. Each check panics with what is wrong. They need
+//! [`run_virtual_memory`] and [`run_capture`] if it has those powers. Each check panics with what is wrong. They need
 //! about 100 MiB on one device that nothing else fills up meanwhile.
 //!
 //! ```
@@ -24,11 +24,16 @@
 //! conformance::run_virtual_memory(make);
 //! ```
 
+mod capture;
+
+pub use capture::{CaptureHarness, run_capture};
+
 use std::fmt::Debug;
 
 use alloc_core::backend::{
     Backend, BackendError, Completion, ErrorKind, MemoryInfo, Page, Refused, Reservation,
-    SEGMENT_ALIGN, Segment, Stream, VirtualMemory,
+    SEGMENT_ALIGN, Segment, Share, SharePages, Stream, TOKEN_BYTES_MAX, Token, TokenKind,
+    VirtualMemory,
 };
 use alloc_core::{Addr, DeviceId, align_up};
 
@@ -262,6 +267,74 @@ where
     a_page_moves(&make());
     a_page_has_two_addresses(&make());
     too_large_a_page_is_out_of_memory(&make());
+}
+
+/// What every backend whose pages other processes can map must do besides; as far as one process can
+/// show it.
+///
+/// # Panics
+/// If the backend breaks the contract.
+pub fn run_share_pages<H: Harness>(make: impl Fn() -> H)
+where
+    H::Backend: SharePages,
+{
+    devices_have_keys(&make());
+    a_page_comes_back_from_its_token(&make());
+    strange_tokens_are_unsupported(&make());
+}
+
+/// No two devices have one key, and a key never changes.
+fn devices_have_keys<H: Harness>(harness: &H)
+where
+    H::Backend: SharePages,
+{
+    let backend = harness.backend();
+    let keys = || -> Vec<_> {
+        let devices = (0..backend.device_count()).map(DeviceId::new);
+        devices.map(|device| must("device_key", backend.device_key(device))).collect()
+    };
+    let first = keys();
+    for (at, key) in first.iter().enumerate() {
+        assert!(!first[..at].contains(key), "two devices have the key {key:?}");
+    }
+    assert_eq!(first, keys(), "a device has another key now");
+}
+
+/// What a token of a page means can be mapped, and outlives the page.
+fn a_page_comes_back_from_its_token<H: Harness>(harness: &H)
+where
+    H::Backend: SharePages,
+{
+    let (backend, device) = (harness.backend(), harness.stream().device());
+    let bytes = page_bytes(harness, device);
+    let page = must("create", backend.create(device, bytes));
+    let token = must("export_page", backend.export_page(&page));
+    assert!(token.bytes.len() <= TOKEN_BYTES_MAX, "{} bytes in a token", token.bytes.len());
+    let imported = must("import_page", backend.import_page(device, bytes, token));
+    assert_eq!(imported.bytes(), bytes, "an import of another size");
+    must_take("destroy", backend.destroy(page));
+    let range = must("reserve", backend.reserve(device, bytes));
+    must("map", backend.map(&range, range.base(), &imported));
+    must("set_access", backend.set_access(&range, range.base(), bytes, device));
+    must("unmap", backend.unmap(&range, range.base(), bytes));
+    must_take("unreserve", backend.unreserve(range));
+    must_take("destroy", backend.destroy(imported));
+}
+
+/// A kind of token that nobody knows is `Unsupported`, for pages and for segments.
+fn strange_tokens_are_unsupported<H: Harness>(harness: &H)
+where
+    H::Backend: SharePages,
+{
+    let (backend, device) = (harness.backend(), harness.stream().device());
+    let bytes = page_bytes(harness, device);
+    let strange = || Token { kind: TokenKind(u32::MAX), bytes: vec![0; 64], descriptor: None };
+    let page = backend.import_page(device, bytes, strange()).map(drop);
+    let segment = backend.open_segment(device, bytes, strange()).map(drop);
+    for result in [page, segment] {
+        let Err(error) = result else { panic!("a strange token was opened") };
+        assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
+    }
 }
 
 fn granularity_is_usable<H: Harness>(harness: &H)

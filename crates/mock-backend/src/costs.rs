@@ -60,17 +60,42 @@ pub fn call_ns(call: Call, bytes: u64) -> u64 {
         // Estimates: half the way back, and 10 GB/s.
         Call::Unpin => PIN.at(bytes) / 2,
         Call::Copy => bytes / 10,
+        // Estimates: a call that is answered from a table, and calls that ask the kernel driver.
+        Call::DeviceKey => 100,
+        Call::ExportSegment | Call::ExportEvent | Call::ExportPage => 10_000,
+        Call::OpenSegment | Call::CloseSegment | Call::ImportPage => 50_000,
+        Call::AwaitEvent => 50_000,
+        // cudaMallocAsync and cudaFreeAsync on a pool that keeps its memory; what growth adds is in
+        // `growth_ns`. The others are estimates.
+        Call::AllocateOrdered => 700,
+        Call::FreeOrdered => 600,
+        Call::PoolOptions | Call::PoolUsage => 500,
+        Call::CreatePool | Call::DestroyPool | Call::TrimPool => 20_000,
+        // Estimates: a look at the stream's state; a walk over a few nodes.
+        Call::CaptureStatus | Call::CaptureTips => 150,
+        Call::ExtendPast => 500,
     }
 }
 
+/// Modelled time of a pool's growth by `bytes`: a handle is made, mapped and made accessible.
+pub(crate) fn growth_ns(bytes: u64) -> u64 {
+    CREATE.at(bytes) + MAP.at(bytes) + SET_ACCESS.at(bytes)
+}
+
 /// What has been spent so far.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Costs {
     calls: [u64; Call::ALL.len()],
     /// Modelled time inside driver calls, in nanoseconds.
     pub stall_ns: u64,
     /// Simulated time the host waited for queued work with a duration, in nanoseconds.
     pub waited_ns: u64,
+}
+
+impl Default for Costs {
+    fn default() -> Self {
+        Costs { calls: [0; Call::ALL.len()], stall_ns: 0, waited_ns: 0 }
+    }
 }
 
 impl Costs {
@@ -82,6 +107,11 @@ impl Costs {
     /// How many calls were made in all.
     pub fn total_calls(&self) -> u64 {
         self.calls.iter().sum()
+    }
+
+    /// Adds to the call that is running.
+    pub(crate) fn extend(&mut self, ns: u64) {
+        self.stall_ns += ns;
     }
 
     pub(crate) fn add(&mut self, call: Call, ns: u64) {

@@ -43,7 +43,7 @@ impl MockBackend {
 
     /// A driver call that needs an address: `claim` under the lock, then the feed without it, then
     /// `keep` under it again; `unclaim` if there is no address.
-    fn placed(
+    pub(crate) fn placed(
         &self,
         info: CallInfo,
         kind: SpanKind,
@@ -68,7 +68,12 @@ impl MockBackend {
         sim.finish(begun, placed)
     }
 
-    fn check_stream(&self, sim: &mut Sim, s: &MockStream, info: &CallInfo) -> Result<(), Failure> {
+    pub(crate) fn check_stream(
+        &self,
+        sim: &mut Sim,
+        s: &MockStream,
+        info: &CallInfo,
+    ) -> Result<(), Failure> {
         if s.backend == self.shared.id {
             return Ok(());
         }
@@ -87,7 +92,12 @@ impl MockBackend {
         Err(sim.refuse(Rule::ForeignHandle, info, "it belongs to another backend"))
     }
 
-    fn check_size(&self, sim: &mut Sim, quantum: u64, info: &CallInfo) -> Result<(), Failure> {
+    pub(crate) fn check_size(
+        &self,
+        sim: &mut Sim,
+        quantum: u64,
+        info: &CallInfo,
+    ) -> Result<(), Failure> {
         let device_exists = info.device.index() < usize::from(self.shared.device_count);
         if info.bytes > 0 && info.bytes.is_multiple_of(quantum) && device_exists {
             return Ok(());
@@ -172,7 +182,11 @@ impl Backend for MockBackend {
             if sim.captures.strike_all() {
                 return Err(sim.refuse(Rule::CallDuringCapture, &info, "a capture forbids it"));
             }
+            let physical = sim.memory.physical_of(base);
             begun.waited_for = sim.release(base, bytes, device);
+            if let Some(from) = physical {
+                self.end_export(sim, (from, from + bytes));
+            }
             Ok(())
         })
     }
@@ -210,6 +224,7 @@ impl Backend for MockBackend {
             sim.may_ask(event, &info)?;
             begun.waited_for = sim.host_waits(event.stream, event.items);
             sim.streams.observe(&event.clock);
+            sim.after_sync();
             Ok(())
         })
     }
@@ -291,8 +306,12 @@ impl VirtualMemory for MockBackend {
             self.check_owner(sim, backend, &info)?;
             let removed = sim.memory.remove_page(physical);
             removed.map_err(broken(sim, &info, "it is mapped"))?;
-            sim.streams.forget_physical((physical, physical + bytes));
-            sim.memory.put_back(device, bytes);
+            let piece = (physical, physical + bytes);
+            sim.streams.forget_physical(piece);
+            if !self.end_import(sim, physical) {
+                self.end_export(sim, piece);
+                sim.memory.put_back(device, bytes);
+            }
             Ok(())
         })
     }

@@ -1,5 +1,6 @@
 //! Events: positions in a stream's work.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -19,6 +20,8 @@ pub struct MockEvent {
     pub(crate) clock: Clock,
     /// The capture it was recorded in.
     pub(crate) capture: Option<u64>,
+    /// The nodes of that capture that it comes right after.
+    pub(crate) tips: BTreeSet<u64>,
     /// Held for its drop.
     pub(crate) _alive: Alive,
 }

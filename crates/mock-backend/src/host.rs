@@ -129,6 +129,7 @@ impl HostBackend for MockBackend {
             may_ask_relaxed(sim, event, &info)?;
             begun.waited_for = sim.host_waits(event.stream, event.items);
             sim.streams.observe(&event.clock);
+            sim.after_sync();
             Ok(())
         })
     }
@@ -161,7 +162,7 @@ impl MockBackend {
         let info = on_range(Call::Copy, DeviceId::new(0), to, bytes);
         self.call(info, |sim, _| {
             for at in [to, from] {
-                if sim.memory.pieces(at, bytes).is_err() || !sim.book.holds(at, bytes) {
+                if sim.memory.pieces(at, bytes).is_err() || sim.book.holding(at, bytes).is_none() {
                     return Err(sim.refuse(Rule::UnallocatedUse, &info, "not one allocation"));
                 }
             }
@@ -224,10 +225,10 @@ impl Sim {
         let lanes = self.streams.all.iter().map(|state| &state.lane).enumerate();
         let host = Lane::default();
         let endangered =
-            unordered(lanes, (usize::MAX, &host), |s| self.streams.host.get(s), &pieces);
+            unordered(lanes, (usize::MAX, &host), |s| self.streams.host.get(s), &pieces, true);
         for stream in endangered {
             self.violate(Rule::EarlyReuse, (None, Some(stream)), range);
         }
-        self.book.insert(addr, bytes, pieces);
+        self.book.insert(addr, bytes, pieces, None);
     }
 }

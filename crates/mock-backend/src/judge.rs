@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use alloc_core::Addr;
 
+use crate::graphs::Sharing;
 use crate::memory::Piece;
 use crate::ranges::RangeMap;
 use crate::streams::{Lane, Streams};
@@ -16,6 +17,10 @@ pub(crate) fn end_of(addr: Addr, bytes: u64) -> u64 {
 #[derive(Debug)]
 pub(crate) struct Live {
     pub(crate) bytes: u64,
+    /// Never that of another allocation.
+    pub(crate) serial: u64,
+    /// Whose graphs' memory it may be, if it was made for captured work.
+    pub(crate) sharing: Option<Sharing>,
     pieces: Vec<Piece>,
 }
 
@@ -25,6 +30,9 @@ pub(crate) struct Book {
     by_addr: BTreeMap<u64, Live>,
     /// physical range → address of the allocation
     by_physical: RangeMap<u64>,
+    /// Serial and sharing of the latest allocation freed at an address, should its free have failed.
+    freed: BTreeMap<u64, (u64, Option<Sharing>)>,
+    next_serial: u64,
 }
 
 impl Book {
@@ -35,11 +43,30 @@ impl Book {
         hit.map(|(_, _, addr)| Addr::new(addr))
     }
 
-    pub(crate) fn insert(&mut self, addr: Addr, bytes: u64, pieces: Vec<Piece>) {
-        for &(from, to) in &pieces {
+    pub(crate) fn insert(
+        &mut self,
+        addr: Addr,
+        bytes: u64,
+        pieces: Vec<Piece>,
+        sharing: Option<Sharing>,
+    ) {
+        self.next_serial += 1;
+        self.enter(addr, Live { bytes, serial: self.next_serial, sharing, pieces });
+    }
+
+    /// Puts back what was removed a moment ago.
+    pub(crate) fn restore(&mut self, addr: Addr, bytes: u64, pieces: Vec<Piece>) {
+        match self.freed.remove(&addr.get()) {
+            Some((serial, sharing)) => self.enter(addr, Live { bytes, serial, sharing, pieces }),
+            None => self.insert(addr, bytes, pieces, None),
+        }
+    }
+
+    fn enter(&mut self, addr: Addr, live: Live) {
+        for &(from, to) in &live.pieces {
             self.by_physical.set(from, to, addr.get());
         }
-        self.by_addr.insert(addr.get(), Live { bytes, pieces });
+        self.by_addr.insert(addr.get(), live);
     }
 
     /// Ends an allocation; its size, or `None` if there is none at `addr`.
@@ -48,6 +75,7 @@ impl Book {
         for &(from, to) in &live.pieces {
             self.by_physical.remove(from, to);
         }
+        self.freed.insert(addr.get(), (live.serial, live.sharing));
         Some(live.bytes)
     }
 
@@ -56,12 +84,10 @@ impl Book {
         self.by_addr.get(&addr.get()).map(|live| live.bytes)
     }
 
-    /// Whether one live allocation holds all of the range.
-    pub(crate) fn holds(&self, addr: Addr, bytes: u64) -> bool {
-        self.by_addr
-            .range(..=addr.get())
-            .next_back()
-            .is_some_and(|(start, live)| (addr.get() - start).saturating_add(bytes) <= live.bytes)
+    /// The live allocation that holds all of the range.
+    pub(crate) fn holding(&self, addr: Addr, bytes: u64) -> Option<&Live> {
+        let (start, live) = self.by_addr.range(..=addr.get()).next_back()?;
+        ((addr.get() - start).saturating_add(bytes) <= live.bytes).then_some(live)
     }
 
     /// The first live allocation that shares an address with the range.
@@ -77,20 +103,25 @@ impl Book {
 }
 
 /// Streams whose latest work on `pieces` is neither before the next item of `lane` nor known to be
-/// finished. `lanes` are all lines of order in which `lane` takes part.
+/// finished. `lanes` are all lines of order in which `lane` takes part; `replays` says whether
+/// replays of graphs count as work.
 pub(crate) fn unordered<'a>(
     lanes: impl Iterator<Item = (usize, &'a Lane)>,
     own: (usize, &Lane),
     known: impl Fn(usize) -> u64,
     pieces: &[Piece],
+    replays: bool,
 ) -> Vec<usize> {
     lanes
         .filter(|&(stream, lane)| {
             let before = known(stream).max(own.1.clock.get(stream));
-            stream != own.0
-                && pieces
-                    .iter()
-                    .any(|&(from, to)| lane.touched.overlapping(from, to).any(|t| t.2 > before))
+            let later = |touched: &RangeMap<u64>, &(from, to): &Piece| {
+                touched.overlapping(from, to).any(|(_, _, item)| item > before)
+            };
+            let touches = |piece: &Piece| {
+                later(&lane.touched, piece) || replays && later(&lane.replayed, piece)
+            };
+            stream != own.0 && pieces.iter().any(touches)
         })
         .map(|(stream, _)| stream)
         .collect()
@@ -118,6 +149,7 @@ impl Streams {
     pub(crate) fn forget_physical(&mut self, (from, to): Piece) {
         for stream in &mut self.all {
             stream.lane.touched.remove(from, to);
+            stream.lane.replayed.remove(from, to);
         }
     }
 }

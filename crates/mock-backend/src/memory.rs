@@ -90,6 +90,8 @@ pub(crate) struct Device {
     /// What the device claims to have.
     pub(crate) total: u64,
     pub(crate) used: u64,
+    /// What names it among processes.
+    pub(crate) key: u8,
 }
 
 /// Where a segment, or a mapped page, lies in physical memory.
@@ -163,6 +165,11 @@ impl Memory {
     pub(crate) fn add_segment(&mut self, base: Addr, bytes: u64) {
         let physical = self.new_physical(bytes);
         self.segments.insert(base.get(), SegmentState { bytes, physical });
+    }
+
+    /// First byte of a segment in physical memory.
+    pub(crate) fn physical_of(&self, base: Addr) -> Option<u64> {
+        self.segments.get(&base.get()).map(|segment| segment.physical)
     }
 
     /// Forgets a segment; its physical run, or `None` if it is not live.

@@ -9,12 +9,17 @@ use alloc_core::{Addr, DeviceId};
 use crate::addresses::AddressSpace;
 use crate::call::Log;
 use crate::captures::Captures;
+use crate::clock::Clock;
 use crate::costs::call_ns;
 use crate::event::MockEvent;
 use crate::faults::FaultPlan;
+use crate::graphs::{Graphs, Sharing};
 use crate::judge::{Book, end_of, unordered};
 use crate::memory::{Device, Memory, Piece};
-use crate::streams::{Ending, Lane, MockStream, Streams, Work, id_of};
+use crate::pools::Pools;
+use crate::ranges::RangeMap;
+use crate::share::Imports;
+use crate::streams::{Ending, MockStream, Streams, Work, id_of};
 use crate::{Call, CallInfo, Costs, LogEntry, MockError, Rng, Rule, Violation};
 
 /// Why a call fails, before it is known which call it is.
@@ -33,13 +38,19 @@ pub(crate) struct Sim {
     pub(crate) space: AddressSpace,
     pub(crate) streams: Streams,
     pub(crate) captures: Captures,
+    pub(crate) graphs: Graphs,
+    /// Event calls are subject to the modes of captures.
+    pub(crate) obeys_captures: bool,
     pub(crate) book: Book,
+    pub(crate) pools: Pools,
     pub(crate) faults: FaultPlan,
     pub(crate) costs: Costs,
     pub(crate) log: Log,
     pub(crate) violations: Vec<Violation>,
     /// Generator and probability of work ending by chance.
     pub(crate) chance: Option<(Rng, f64)>,
+    /// What is open of other processes.
+    pub(crate) imports: Imports,
 }
 
 /// A call that has begun: what will be logged of it.
@@ -148,43 +159,35 @@ impl Sim {
     }
 
     /// Queues work, or adds it to the capture that the stream takes part in.
-    pub(crate) fn launch(&mut self, stream: &MockStream, work: Work) {
+    pub(crate) fn launch(&mut self, stream: &MockStream, mut work: Work) {
         self.operation += 1;
-        let mut pieces = Vec::new();
-        for &(addr, bytes) in work.ranges.iter().filter(|range| range.1 > 0) {
-            pieces.extend(self.pieces_used(stream, addr, bytes));
+        work.ranges.retain(|range| range.1 > 0);
+        let uses = work.ranges.iter().map(|&(addr, bytes)| self.pieces_used(stream, addr, bytes));
+        let uses: Vec<Vec<Piece>> = uses.collect();
+        if let Some(id) = self.captures.of(stream.index) {
+            return self.capture(id, stream.index, work, uses);
         }
-        let Sim { streams, captures, .. } = self;
-        let capture = captures.of(stream.index).and_then(|id| captures.get_mut(id));
-        let (lane, item) = match capture {
-            Some(capture) => {
-                capture.touches.extend(&work.ranges);
-                let lane = capture.lanes.entry(stream.index).or_default();
-                lane.queued += 1;
-                let item = lane.queued;
-                (lane, item)
-            }
-            None => {
-                let item = streams.queue_work(stream.index, work.end);
-                let state = &mut streams.all[stream.index];
-                for (addr, bytes) in work.ranges {
-                    state.touched_addrs.set(addr.get(), end_of(addr, bytes), item);
-                }
-                (&mut state.lane, item)
-            }
-        };
-        for (from, to) in pieces {
-            lane.touched.set(from, to, item);
+        let item = self.streams.queue_work(stream.index, work.end);
+        let state = &mut self.streams.all[stream.index];
+        for (addr, bytes) in work.ranges {
+            state.touched_addrs.set(addr.get(), end_of(addr, bytes), item);
         }
-        streams.settle();
+        for (from, to) in uses.into_iter().flatten() {
+            state.lane.touched.set(from, to, item);
+        }
+        self.streams.settle();
     }
 
     /// The physical runs that work on the range touches, judged.
     fn pieces_used(&mut self, stream: &MockStream, addr: Addr, bytes: u64) -> Vec<Piece> {
         let place = ((Some(stream.index), None), (addr, bytes));
-        if !self.book.holds(addr, bytes) {
+        if self.imports.is_unready(addr, stream.index) {
+            self.violate(Rule::UnreadyUse, place.0, place.1);
+        }
+        if self.book.holding(addr, bytes).is_none() {
             self.violate(Rule::UnallocatedUse, place.0, place.1);
         }
+        self.judge_use_of_pool(stream, addr, bytes);
         match self.memory.translate(addr, bytes, stream.device) {
             Ok(pieces) => pieces,
             Err(rule) => {
@@ -194,8 +197,15 @@ impl Sim {
         }
     }
 
-    /// Judges an allocation that was handed out.
-    pub(crate) fn allocated(&mut self, addr: Addr, bytes: u64, stream: &MockStream) {
+    /// Judges an allocation that was handed out, to captured work or to somebody who shares memory
+    /// with some.
+    pub(crate) fn allocated(
+        &mut self,
+        addr: Addr,
+        bytes: u64,
+        stream: &MockStream,
+        pool: Option<Sharing>,
+    ) {
         self.operation += 1;
         let range = (addr, bytes);
         let on = Some(stream.index);
@@ -213,7 +223,15 @@ impl Sim {
         for other in self.endangered(stream.index, &pieces) {
             self.violate(Rule::EarlyReuse, (on, Some(other)), range);
         }
-        self.book.insert(addr, bytes, pieces);
+        let capture = self.captures.of(stream.index).and_then(|id| self.captures.get(id));
+        let sharing = capture.map(|capture| capture.recorded.sharing).or(pool);
+        let hits = |own: &RangeMap<()>, _: &RangeMap<()>| {
+            pieces.iter().any(|&(from, to)| own.overlapping(from, to).next().is_some())
+        };
+        if self.belongs_to_a_graph(sharing, hits) {
+            self.violate(Rule::GraphAliased, (on, None), range);
+        }
+        self.book.insert(addr, bytes, pieces, sharing);
     }
 
     /// Streams whose work on `pieces` the next work of `stream` would overtake.
@@ -221,11 +239,16 @@ impl Sim {
         let Streams { all, host, .. } = &self.streams;
         let eager = all.iter().map(|state| &state.lane).enumerate();
         let own = (stream, &all[stream].lane);
-        let mut found = BTreeSet::from_iter(unordered(eager, own, |s| host.get(s), pieces));
-        if let Some(capture) = self.captures.of(stream).and_then(|id| self.captures.get(id)) {
-            let lanes = || capture.lanes.iter().map(|(&s, lane): (&usize, &Lane)| (s, lane));
+        let capture = self.captures.of(stream).and_then(|id| self.captures.get(id));
+        // Captured work does not run now, and the client orders the replays of graphs that share
+        // their memory.
+        let replays = capture.is_none();
+        let mut found =
+            BTreeSet::from_iter(unordered(eager, own, |s| host.get(s), pieces, replays));
+        if let Some(capture) = capture {
+            let lanes = || capture.lanes.iter().map(|(&s, own)| (s, &own.lane));
             for own in lanes().filter(|(s, _)| *s == stream) {
-                found.extend(unordered(lanes(), own, |_| 0, pieces));
+                found.extend(unordered(lanes(), own, |_| 0, pieces, false));
             }
         }
         found
@@ -244,7 +267,7 @@ impl Sim {
     /// Puts an allocation back that was freed a moment ago.
     pub(crate) fn still_live(&mut self, addr: Addr, bytes: u64) {
         let pieces = self.memory.pieces(addr, bytes).unwrap_or_default();
-        self.book.insert(addr, bytes, pieces);
+        self.book.restore(addr, bytes, pieces);
     }
 
     /// Judges that the memory at these addresses goes away.
@@ -254,6 +277,13 @@ impl Sim {
         }
         if let Some(live) = self.book.within(addr, bytes) {
             self.violate(Rule::ReleaseOfAllocated, (None, None), live);
+        }
+        let end = end_of(addr, bytes);
+        let hits = |_: &RangeMap<()>, own: &RangeMap<()>| {
+            own.overlapping(addr.get(), end).next().is_some()
+        };
+        if self.belongs_to_a_graph(None, hits) {
+            self.violate(Rule::ReturnedUnderGraph, (None, None), (addr, bytes));
         }
         self.streams.forget_addresses(addr, bytes);
     }
@@ -281,9 +311,10 @@ impl Sim {
             }
             Some(id) if own.is_none_or(|own| own == id) => {
                 let capture = self.captures.get_mut(id).ok_or(CROSSED)?;
-                let lane = capture.lanes.entry(stream).or_default();
-                lane.queued += 1;
-                lane.clock.join(&event.clock);
+                let own = capture.lanes.entry(stream).or_default();
+                own.lane.queued += 1;
+                own.lane.clock.join(&event.clock);
+                own.tips.extend(&event.tips);
                 Ok(())
             }
             _ => {
@@ -302,22 +333,34 @@ impl Sim {
             self.captures.strike(id);
             return Err(self.refuse(Rule::CapturedEvent, info, "the event was captured"));
         }
-        if self.captures.strike_unsafe_call() {
+        if self.obeys_captures && self.captures.strike_unsafe_call() {
             return Err(self.refuse(Rule::CallDuringCapture, info, "a capture forbids it"));
         }
         Ok(())
     }
 
-    /// Position and order of an event recorded on `stream` now: its item, what it comes after, and
-    /// the capture it is part of.
-    pub(crate) fn position(&self, stream: usize) -> (u64, crate::clock::Clock, Option<u64>) {
-        let id = self.captures.of(stream);
-        let captured = id.and_then(|id| self.captures.get(id));
-        let lane = captured
-            .and_then(|capture| capture.lanes.get(&stream))
-            .unwrap_or(&self.streams.all[stream].lane);
-        (lane.queued, lane.now(stream), id)
+    /// What an event recorded on `stream` now would mark.
+    pub(crate) fn position(&self, stream: usize) -> Position {
+        let capture = self.captures.of(stream);
+        let own = capture.and_then(|id| self.captures.get(id)?.lanes.get(&stream));
+        let (lane, tips) = match own {
+            Some(own) => (&own.lane, own.tips.clone()),
+            None => (&self.streams.all[stream].lane, BTreeSet::new()),
+        };
+        Position { items: lane.queued, clock: lane.now(stream), capture, tips }
     }
+}
+
+/// A point in the work of a stream.
+pub(crate) struct Position {
+    /// Items before it on its stream.
+    pub(crate) items: u64,
+    /// Everything that it comes after.
+    pub(crate) clock: Clock,
+    /// The capture it is part of.
+    pub(crate) capture: Option<u64>,
+    /// The nodes of that capture that it comes right after.
+    pub(crate) tips: BTreeSet<u64>,
 }
 
 /// Shorthand for calls about a stream.

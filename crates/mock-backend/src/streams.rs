@@ -88,6 +88,8 @@ pub(crate) struct Lane {
     pub(crate) clock: Clock,
     /// Physical ranges → number of the latest item that touches them.
     pub(crate) touched: RangeMap<u64>,
+    /// The same for replays of graphs.
+    pub(crate) replayed: RangeMap<u64>,
 }
 
 impl Lane {
@@ -289,9 +291,11 @@ impl Streams {
             let state = &mut self.all[stream];
             if seen >= state.lane.queued {
                 state.lane.touched.clear();
+                state.lane.replayed.clear();
                 state.touched_addrs.clear();
-            } else if state.lane.touched.len() > 256 {
+            } else if state.lane.touched.len() + state.lane.replayed.len() > 256 {
                 state.lane.touched.retain(|item| item > seen);
+                state.lane.replayed.retain(|item| item > seen);
                 state.touched_addrs.retain(|item| item > seen);
             }
         }

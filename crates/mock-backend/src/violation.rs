@@ -52,8 +52,33 @@ pub enum Rule {
     /// An event was recorded on a capturing stream, or one recorded there was queried or waited
     /// for by the host.
     CapturedEvent,
+    /// Memory of a pool was used by work that does not come after its allocation on the stream that
+    /// it was allocated for, and whose allocation the host has not seen done.
+    UseBeforeAllocation,
+    /// Memory of a pool was freed on a stream that does not come after work of another stream on it.
+    FreeUnderWork,
     /// A call that the driver forbids while a capture is going on; the capture is now invalid.
     CallDuringCapture,
+    /// An allocation was handed out over memory that another process has borrowed.
+    SharedReuse,
+    /// Memory that another process has borrowed was given back to the driver.
+    ReleaseOfShared,
+    /// A piece of memory was imported while this process had it open already.
+    DoubleImport,
+    /// Work was queued on borrowed memory, on a stream that does not wait for its producer.
+    UnreadyUse,
+    /// Borrowed memory was returned under work that the host has not seen finish.
+    EarlyReturn,
+    /// An allocation was handed out over memory that belongs to a graph, or to a capture that goes
+    /// on, to somebody who does not share it.
+    GraphAliased,
+    /// A segment was released, or a page unmapped, that belongs to a graph which still exists, or to
+    /// a capture that goes on.
+    ReturnedUnderGraph,
+    /// A graph was replayed whose memory is gone, or is other memory than when it was captured.
+    ReplayWithoutMemory,
+    /// A graph was replayed while other work on the same memory may still run.
+    ReplayRace,
 }
 
 /// One broken rule.
@@ -97,8 +122,14 @@ pub struct Leaks {
     pub mappings: Vec<(Addr, u64)>,
     /// Sizes of pages that were not destroyed.
     pub pages: Vec<u64>,
+    /// Memory of pools that was not freed: address, bytes.
+    pub ordered: Vec<(Addr, u64)>,
+    /// Number of pools that were made and not ended.
+    pub pools: usize,
     /// Number of events that still exist.
     pub events: usize,
+    /// Number of captures that were not ended.
+    pub captures: usize,
     /// Allocations that the judge was told of and never freed: address, bytes.
     pub allocations: Vec<(Addr, u64)>,
 }

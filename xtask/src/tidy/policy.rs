@@ -38,6 +38,7 @@ pub(super) const CRATES: &[CratePolicy] = &[
         outside: Outside::Any,
         unsafe_in: &[],
     },
+    CratePolicy { name: "alloc-api", uses: &["alloc-core"], outside: Outside::Any, unsafe_in: &[] },
     CratePolicy { name: "cuda-driver", uses: &[], outside: Outside::Any, unsafe_in: &["src"] },
     CratePolicy {
         name: "alloc-cuda",
@@ -66,9 +67,9 @@ pub(super) const CRATES: &[CratePolicy] = &[
     },
     CratePolicy {
         name: "alloc-cpu",
-        uses: &["alloc-core"],
+        uses: &["alloc-api", "alloc-core"],
         outside: Outside::Any,
-        unsafe_in: &["src/aligned", "src/huge_pages", "src/numa", "src/fill"],
+        unsafe_in: &["src/aligned"],
     },
     CratePolicy {
         name: "memory-manager",

@@ -14,6 +14,8 @@ use std::sync::atomic::Ordering;
 /// A block that was just handed out.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct HandedOut {
+    /// Position of its heap: a pool that helps out has others than the request was for.
+    heap: u32,
     id: BlockId,
     addr: Addr,
     bytes: u64,
@@ -26,9 +28,11 @@ impl<B: Backend> Shared<B> {
         cell: &HeapCell<B>,
         requested: u64,
     ) -> AllocResult<Allocation, B> {
-        // Of 0 bytes, too large, watched by a trace sink, or while events are pending: all rare.
+        // Of 0 bytes, too large, watched by a trace sink, while a scope chooses pools or events are
+        // pending: all rare.
         let usual = requested.wrapping_sub(1) < REQUEST_BYTES_MAX - 1
             && !self.tracing.load(Ordering::Relaxed)
+            && cell.home.pools.scopes.is_empty()
             && cell.home.events.is_empty();
         if !usual {
             return self.allocate_in_full(cell, requested);
@@ -43,6 +47,20 @@ impl<B: Backend> Shared<B> {
     #[cold]
     #[inline(never)]
     fn allocate_in_full(&self, cell: &HeapCell<B>, requested: u64) -> AllocResult<Allocation, B> {
+        if !cell.home.pools.scopes.is_empty()
+            && let Some(routed) = self.route(cell)
+        {
+            return self.allocate_here(&routed.cell, requested);
+        }
+        self.allocate_here(cell, requested)
+    }
+
+    /// [`allocate`](Self::allocate) whatever scopes are in force.
+    pub(super) fn allocate_here(
+        &self,
+        cell: &HeapCell<B>,
+        requested: u64,
+    ) -> AllocResult<Allocation, B> {
         if requested >= REQUEST_BYTES_MAX {
             return Err(AllocError::TooLarge { requested });
         }
@@ -82,14 +100,19 @@ impl<B: Backend> Shared<B> {
     }
 
     #[inline]
-    fn allocation(&self, cell: &HeapCell<B>, requested: u64, block: HandedOut) -> Allocation {
+    pub(super) fn allocation(
+        &self,
+        cell: &HeapCell<B>,
+        requested: u64,
+        block: HandedOut,
+    ) -> Allocation {
         Allocation {
             addr: block.addr,
             bytes: block.bytes,
             requested,
             stream: cell.stream_id,
             block: Some(block.id),
-            heap: cell.index,
+            heap: block.heap,
             allocator: self.id,
         }
     }
@@ -166,10 +189,11 @@ impl<B: Backend> HeapBody<B> {
         self.handed_out(block)
     }
 
+    /// A block as its caller learns of it.
     #[inline]
-    fn handed_out(&self, block: BlockIdx) -> HandedOut {
+    pub(super) fn handed_out(&self, block: BlockIdx) -> HandedOut {
         let id = self.heap.blocks.id(block);
         let block = &self.heap.blocks[block];
-        HandedOut { id, addr: block.addr, bytes: block.bytes }
+        HandedOut { heap: self.index, id, addr: block.addr, bytes: block.bytes }
     }
 }

@@ -2,6 +2,7 @@
 //!
 //! The numbers are those of `docs/invariants.md`.
 
+use super::pools::check_pools;
 use super::{CachingAllocator, Device, HeapBody, HeapCell, Paging, Shared};
 use crate::backend::{Backend, SEGMENT_ALIGN, Segment};
 use crate::block::{Block, BlockId, BlockState};
@@ -30,7 +31,7 @@ impl fmt::Display for Violation {
 
 impl std::error::Error for Violation {}
 
-fn ensure(
+pub(super) fn ensure(
     holds: bool,
     invariant: &'static str,
     what: impl FnOnce() -> String,
@@ -84,7 +85,7 @@ impl<B: Backend> Shared<B> {
         for cell in device.heaps() {
             let state = cell.state.lock();
             let body = &state.body;
-            draining += check_draining(&cell, &body.heap, &pending)?;
+            draining += check_draining(&cell, body, &pending)?;
             check_tokens(body)?;
             for (segment_id, segment) in body.heap.segments.iter() {
                 ensure(ranges.insert(segment.base, segment.bytes).is_none(), "I2", || {
@@ -104,6 +105,7 @@ impl<B: Backend> Shared<B> {
         ensure(draining == pending.len(), "I5", || {
             format!("{} blocks in event queues, {draining} draining", pending.len())
         })?;
+        check_pools(device)?;
         self.check_sums(id, device, &sums)?;
         self.check_pages(id, device)
     }
@@ -220,28 +222,32 @@ fn runs(ranges: &[(Addr, u64)]) -> Vec<(Addr, Addr)> {
     runs
 }
 
-/// I5: a block drains iff events of it are queued, and as many as it counts.
+/// I5: a block drains iff events of it are queued or it is shared, and as many as it counts.
 fn check_draining<B: Backend>(
     cell: &HeapCell<B>,
-    heap: &Heap,
+    body: &HeapBody<B>,
     queued: &HashMap<(u32, BlockId), u32>,
 ) -> Result<usize, Violation> {
+    let heap = &body.heap;
     let mut draining = 0;
     for (index, block) in heap.blocks.iter() {
         ensure(block.state != BlockState::Held, "I12", || {
             format!("the block at {} is in nobody's hands", block.addr)
         })?;
         let queued = queued.get(&(cell.index, heap.blocks.id(index))).copied().unwrap_or(0);
-        let counted = match block.state {
-            BlockState::Draining { pending } => pending,
-            _ => 0,
+        let (counted, shares) = match block.state {
+            BlockState::Draining { pending } => (pending, body.shares_of(index)),
+            _ => (0, 0),
         };
-        ensure(queued == counted, "I5", || {
-            format!("the block at {} counts {counted} events, {queued} are queued", block.addr)
+        ensure(queued + shares == counted, "I5", || {
+            format!(
+                "the block at {} counts {counted} events and shares, there are {queued} and {shares}",
+                block.addr
+            )
         })?;
-        draining += usize::from(counted > 0);
+        draining += usize::from(queued > 0);
         ensure(counted > 0 || !matches!(block.state, BlockState::Draining { .. }), "I5", || {
-            format!("the block at {} drains without an event", block.addr)
+            format!("the block at {} drains without an event or share", block.addr)
         })?;
     }
     Ok(draining)
@@ -260,14 +266,17 @@ fn check_tokens<B: Backend>(body: &HeapBody<B>) -> Result<(), Violation> {
         ensure(same, "I10", || format!("the segment at {} has no token", segment.base))?;
     }
     ensure(body.tokens.len() == whole, "I10", || "a token has no segment".to_owned())?;
-    let used = body.heap.blocks.iter().filter(|(_, block)| block.used);
-    let (mut count, mut good) = (0, true);
-    for (index, block) in used {
-        count += 1;
-        good &= block.state == BlockState::Live && body.uses.contains_key(&index);
+    let (mut uses, mut shares, mut good) = (0, 0, true);
+    for (index, block) in body.heap.blocks.iter() {
+        let (used, shared) = (body.uses.contains_key(&index), body.shares_of(index) > 0);
+        let live = block.state == BlockState::Live;
+        good &= block.used == (live && (used || shared)) && (live || !used);
+        good &= block.is_active() || !shared;
+        uses += usize::from(used);
+        shares += usize::from(shared);
     }
-    ensure(good && body.uses.len() == count, "I10", || {
-        "streams are recorded for a block that is not live".to_owned()
+    ensure(good && body.uses.len() == uses && body.shares.len() == shares, "I10", || {
+        "streams or shares are recorded for a block that is not live".to_owned()
     })
 }
 

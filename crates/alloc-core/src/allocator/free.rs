@@ -38,7 +38,10 @@ impl<B: Backend> Shared<B> {
     }
 
     /// The heap and block of an allocation; `None` for one of 0 bytes.
-    fn cell_of(&self, allocation: &Allocation) -> AllocResult<Option<(&HeapCell<B>, BlockId)>, B> {
+    pub(super) fn cell_of(
+        &self,
+        allocation: &Allocation,
+    ) -> AllocResult<Option<(&HeapCell<B>, BlockId)>, B> {
         let Some(id) = allocation.block else { return Ok(None) };
         if allocation.allocator != self.id {
             return Err(AllocError::ForeignAllocation { addr: allocation.addr });
@@ -68,8 +71,9 @@ impl<B: Backend> Shared<B> {
         self.free_used(cell, id, addr, &mut op.trace)
     }
 
-    /// Frees a block that other streams used, or says that it is none. It stays live until all their
-    /// events are recorded.
+    /// Frees a block that other streams used or other processes share, or says that it is none. It
+    /// stays live until all events are recorded, and drains until they are reached and the shares have
+    /// ended.
     fn free_used(
         &self,
         cell: &HeapCell<B>,
@@ -79,7 +83,7 @@ impl<B: Backend> Shared<B> {
     ) -> AllocResult<(), B> {
         let queue = &cell.home.events;
         loop {
-            let uses = cell.state.lock().body.uses_of(id, addr).cloned();
+            let uses = cell.state.lock().body.uses_of(id, addr);
             let uses = uses.ok_or(AllocError::UnknownAddress { addr })?;
             let events = self
                 .record_all(&uses)
@@ -90,9 +94,14 @@ impl<B: Backend> Shared<B> {
                     return false;
                 }
                 let block = body.forget_uses(id);
-                body.heap.request_free(block, events.len() as u32, ledger);
+                let pending = events.len() as u32 + body.shares_of(block);
+                if pending == 0 {
+                    body.heap.free(block, ledger);
+                    return true;
+                }
+                body.heap.request_free(block, pending, ledger);
                 for (stream, event) in uses.iter().zip(events) {
-                    queue.push(stream, Pending { event, heap: cell.index, block: id });
+                    queue.push(stream, Pending::new(event, cell.index, id));
                 }
                 true
             });
@@ -161,9 +170,10 @@ impl<B: Backend> HeapCell<B> {
 }
 
 impl<B: Backend> HeapBody<B> {
-    /// The streams that used a live block, at least one; `None` if it is no such block.
-    fn uses_of(&self, id: BlockId, addr: Addr) -> Option<&SmallVec<[B::Stream; 2]>> {
-        self.uses.get(&self.live(id, addr)?)
+    /// The streams that used a block; `None` if it is not live.
+    fn uses_of(&self, id: BlockId, addr: Addr) -> Option<SmallVec<[B::Stream; 2]>> {
+        let block = self.live(id, addr)?;
+        Some(self.uses.get(&block).cloned().unwrap_or_default())
     }
 
     /// Takes the uses off a block.
@@ -176,7 +186,7 @@ impl<B: Backend> HeapBody<B> {
 
     /// The block that an id names, if it is live and starts at `addr`.
     #[inline]
-    fn live(&self, id: BlockId, addr: Addr) -> Option<BlockIdx> {
+    pub(super) fn live(&self, id: BlockId, addr: Addr) -> Option<BlockIdx> {
         let index = self.heap.blocks.resolve(id)?;
         let block = &self.heap.blocks[index];
         (block.state == BlockState::Live && block.addr == addr).then_some(index)

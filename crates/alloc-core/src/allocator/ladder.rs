@@ -9,7 +9,8 @@ use crate::config::Policy;
 use crate::error::LadderStep;
 use crate::heap::Request;
 use crate::trace::TraceBuffer;
-use crate::units::DeviceId;
+use crate::units::{DeviceId, StreamId};
+use smallvec::SmallVec;
 use std::cell::Cell;
 
 thread_local! {
@@ -59,7 +60,10 @@ impl<B: Backend> Shared<B> {
         if !self.may_use_events() {
             // Giving memory back waits for the device, which is as forbidden as waiting for events.
             steps.push(LadderStep::Grow);
-            return self.grow(cell, request, false, trace);
+            let grown = self.grow(cell, request, false, trace)?;
+            return Ok(grown.or_else(|shortage| {
+                self.lent_by_pools(cell, request, steps, trace).ok_or(shortage)
+            }));
         }
         if self.collect_garbage(cell, request, trace)? {
             steps.push(LadderStep::GarbageCollection);
@@ -71,6 +75,9 @@ impl<B: Backend> Shared<B> {
         if let Ok(block) = self.grow(cell, request, false, trace)? {
             return Ok(Ok(block));
         }
+        if let Some(block) = self.lent_by_pools(cell, request, steps, trace) {
+            return Ok(Ok(block));
+        }
         if self.release_oversize(cell, request, trace)? {
             steps.push(LadderStep::ReleaseOversize);
             if let Ok(block) = self.grow(cell, request, false, trace)? {
@@ -79,11 +86,12 @@ impl<B: Backend> Shared<B> {
         }
         steps.push(LadderStep::ReleaseCached);
         self.devices[cell.device.index()].counters.lock().num_alloc_retries += 1;
-        self.wait_for_events(cell.device, trace)?;
-        // PyTorch goes on to give everything back without looking at what just became free; a
-        // request can then fail although a block for it is cached.
-        if self.policy == Policy::Ours {
-            if let Some(block) = self.search(cell, request, trace) {
+        // PyTorch waits for everything and goes on to give everything back without looking at what
+        // just became free; a request can then fail although a block for it is cached.
+        if self.policy == Policy::Pytorch {
+            self.wait_for_events(cell.device, trace)?;
+        } else {
+            if let Some(block) = self.wait_until_served(cell, request, trace)? {
                 return Ok(Ok(block));
             }
             if let Ok(block) = self.grow(cell, request, true, trace)? {
@@ -92,6 +100,29 @@ impl<B: Backend> Shared<B> {
         }
         self.release_cached(cell.device, trace)?;
         self.grow(cell, request, true, trace)
+    }
+
+    /// Waits for events, the oldest first, until the request can be served or none is left.
+    fn wait_until_served(
+        &self,
+        cell: &HeapCell<B>,
+        request: &Request,
+        trace: &mut TraceBuffer,
+    ) -> AllocResult<Option<HandedOut>, B> {
+        let device = &self.devices[cell.device.index()];
+        device.counters.lock().num_sync_all_streams += 1;
+        // Queues whose head is in this thread's own hand, further up the stack.
+        let mut held = SmallVec::<[StreamId; 2]>::new();
+        loop {
+            if let Some(block) = self.search(cell, request, trace) {
+                return Ok(Some(block));
+            }
+            let Some(stream) = device.events.oldest(&held) else { return Ok(None) };
+            match device.events.wait_for_head(stream) {
+                Some(head) => self.wait_for(head, trace)?,
+                None => held.push(stream),
+            }
+        }
     }
 
     /// Serves the request from the heap's free blocks, if one fits.

@@ -12,10 +12,17 @@ mod grow;
 mod ladder;
 mod oom;
 mod paging;
+mod pools;
 mod reclaim;
+mod share;
 mod snapshot;
 
 pub use check::Violation;
+pub use pools::{
+    Checkpoint, MemPool, PoolInfo, PoolOptions, PoolPin, PoolRef, PoolScope, Restored, ScopeFilter,
+    StaleBlock, ThreadScope,
+};
+pub use share::{Export, ShareHold};
 pub use snapshot::{BlockSnapshot, BlockStatus, SegmentSnapshot, Snapshot};
 
 use crate::backend::{Backend, DeviceMemory, MemoryInfo, Stream, VirtualMemory};
@@ -25,7 +32,7 @@ use crate::directory::Directory;
 use crate::error::{AllocError, BackendOp, FreeError, OomReport};
 use crate::events::EventQueue;
 use crate::handles::{HandleStore, HandleTable};
-use crate::heap::{Heap, Ledger, PoolShared, SegmentId};
+use crate::heap::{Heap, Ledger, SegmentId};
 use crate::lock::Lock;
 use crate::pager::{PageStore, Pager};
 use crate::stats::{Counters, DeviceStats, StatTable};
@@ -33,10 +40,12 @@ use crate::table::AppendTable;
 use crate::trace::{TraceBuffer, TraceSink};
 use crate::units::{Addr, DeviceId, PoolId, StreamId};
 use parking_lot::{Mutex, ReentrantMutex, RwLock};
+use pools::{Pool, Pools};
 use smallvec::SmallVec;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::time::Duration;
 
 /// A block handed out by a [`CachingAllocator`]. Give it back with [`CachingAllocator::free`];
 /// dropping it keeps the memory allocated until the allocator goes.
@@ -83,7 +92,8 @@ pub(crate) struct HeapCell<B: Backend> {
     index: u32,
     device: DeviceId,
     home: Arc<Device<B>>,
-    pool: PoolId,
+    /// Whether it belongs to a private pool. When that ends, the heap waits for another one.
+    private: bool,
     stream: B::Stream,
     stream_id: StreamId,
     state: Lock<HeapState<B>>,
@@ -103,11 +113,16 @@ struct HeapState<B: Backend> {
 
 /// The bookkeeping of a heap together with the backend values that belong to it.
 struct HeapBody<B: Backend> {
+    /// Position in the allocator's table.
+    index: u32,
     heap: Heap,
+    pool: Arc<Pool>,
     /// Tokens of the segments obtained whole.
     tokens: HashMap<SegmentId, B::Segment>,
     /// Streams other than the heap's own that a live block was used on.
     uses: HashMap<BlockIdx, SmallVec<[B::Stream; 2]>>,
+    /// How many [`ShareHold`]s there are on a live or draining block, if any.
+    shares: HashMap<BlockIdx, u32>,
 }
 
 /// What the heaps of one device share.
@@ -121,14 +136,15 @@ struct Device<B: Backend> {
     reserved_peak: AtomicU64,
     /// Most bytes that were in use when memory was wanted; policy `ours` grows along it.
     needed_peak: AtomicU64,
+    /// Whether there is time to move memory.
+    pace: paging::Pace,
     /// Handles that changed their home.
     moved: AtomicU64,
     counters: Mutex<Counters>,
     /// One table for all heaps, where the peak of their sum must be exact.
     exact: Option<Lock<StatTable>>,
-    /// In the order in which flushes walk them: the default pool first, streams by id.
-    heaps: RwLock<HeapMap<B>>,
-    default_pool: Arc<PoolShared>,
+    heaps: RwLock<Heaps<B>>,
+    pools: Pools<B>,
     /// Held by whoever obtains memory from the backend or gives it back. Re-entrant, because a
     /// backend may call the allocator.
     growth: ReentrantMutex<()>,
@@ -152,6 +168,40 @@ impl<B: Backend> HeapCell<B> {
         let stats = exact.as_deref_mut().unwrap_or(stats);
         change(body, &mut Ledger { stats, trace })
     }
+
+    fn pool(&self) -> Arc<Pool> {
+        Arc::clone(&self.state.lock().body.pool)
+    }
+}
+
+/// The heaps of one device.
+struct Heaps<B: Backend> {
+    /// In the order in which flushes walk them: the default pool first, streams by id.
+    by_owner: BTreeMap<(PoolId, StreamId), Arc<HeapCell<B>>>,
+    /// Heaps whose private pools have ended, by stream. They are empty, but their statistics count.
+    vacant: BTreeMap<StreamId, Vec<Arc<HeapCell<B>>>>,
+}
+
+impl<B: Backend> Heaps<B> {
+    const fn new() -> Self {
+        Heaps { by_owner: BTreeMap::new(), vacant: BTreeMap::new() }
+    }
+
+    /// The heaps of one pool, by stream id.
+    fn of_pool(&self, pool: PoolId) -> impl Iterator<Item = &Arc<HeapCell<B>>> {
+        let range = (pool, StreamId::new(0))..=(pool, StreamId::new(u64::MAX));
+        self.by_owner.range(range).map(|(_, cell)| cell)
+    }
+
+    /// Takes the heaps from a pool that has ended.
+    fn vacate(&mut self, pool: PoolId) {
+        let streams: Vec<_> = self.of_pool(pool).map(|cell| cell.stream_id).collect();
+        for stream in streams {
+            if let Some(cell) = self.by_owner.remove(&(pool, stream)) {
+                self.vacant.entry(stream).or_default().push(cell);
+            }
+        }
+    }
 }
 
 impl<B: Backend> Device<B> {
@@ -172,14 +222,19 @@ impl<B: Backend> Device<B> {
 
     /// The heaps, in flush order.
     fn heaps(&self) -> Vec<Arc<HeapCell<B>>> {
-        self.heaps.read().values().cloned().collect()
+        self.heaps.read().by_owner.values().cloned().collect()
     }
 
     /// The heaps of one pool, by stream id.
     fn heaps_of(&self, pool: PoolId) -> Vec<Arc<HeapCell<B>>> {
+        self.heaps.read().of_pool(pool).cloned().collect()
+    }
+
+    /// Every heap that statistics are kept in.
+    fn counting_heaps(&self) -> Vec<Arc<HeapCell<B>>> {
         let heaps = self.heaps.read();
-        let range = (pool, StreamId::new(0))..=(pool, StreamId::new(u64::MAX));
-        heaps.range(range).map(|(_, cell)| Arc::clone(cell)).collect()
+        let vacant = heaps.vacant.values().flatten();
+        heaps.by_owner.values().chain(vacant).cloned().collect()
     }
 }
 
@@ -192,8 +247,8 @@ impl Drop for PagingTurn<'_> {
     }
 }
 
-type HeapMap<B> = BTreeMap<(PoolId, StreamId), Arc<HeapCell<B>>>;
 type Callback = Arc<dyn Fn(DeviceId) -> bool + Send + Sync>;
+type Clock = Arc<dyn Fn() -> Duration + Send + Sync>;
 type Observer = Arc<dyn Fn(&OomReport) + Send + Sync>;
 
 /// What backs expandable segments.
@@ -229,10 +284,15 @@ struct Shared<B: Backend> {
     paging: Option<Paging<B>>,
     /// Asks the backend for its memory figures; not every backend that this type serves has them.
     memory: fn(&B, DeviceId) -> Option<DeviceMemory>,
+    /// Looked at by growth only.
+    clock: RwLock<Option<Clock>>,
     tracing: AtomicBool,
     sink: RwLock<Option<Arc<dyn TraceSink>>>,
     /// [`EventHold`]s in force.
     holds: AtomicU32,
+    /// Numbers of the next pools; see [`PoolId`].
+    next_user_pool: AtomicU64,
+    next_capture_pool: AtomicU64,
     callbacks: Mutex<BTreeMap<String, Callback>>,
     observers: Mutex<Vec<Observer>>,
 }
@@ -245,7 +305,7 @@ struct Shared<B: Backend> {
 /// are pending.
 ///
 /// When the last clone goes, pending events are waited for and everything is given back to the
-/// backend, whatever is still allocated.
+/// backend, whatever is still allocated. A [`ShareHold`] counts as a clone.
 pub struct CachingAllocator<B: Backend> {
     shared: Arc<Shared<B>>,
 }
@@ -317,9 +377,12 @@ impl<B: Backend + MemoryInfo> CachingAllocator<B> {
                 directory: Directory::new(),
                 paging,
                 memory: |backend, device| backend.memory(device).ok(),
+                clock: RwLock::new(None),
                 tracing: AtomicBool::new(false),
                 sink: RwLock::new(None),
                 holds: AtomicU32::new(0),
+                next_user_pool: AtomicU64::new(1),
+                next_capture_pool: AtomicU64::new(1),
                 callbacks: Mutex::new(BTreeMap::new()),
                 observers: Mutex::new(Vec::new()),
             }),
@@ -351,11 +414,12 @@ impl<B: Backend> Device<B> {
             reserved: AtomicU64::new(0),
             reserved_peak: AtomicU64::new(0),
             needed_peak: AtomicU64::new(0),
+            pace: paging::Pace::default(),
             moved: AtomicU64::new(0),
             counters: Mutex::new(Counters::default()),
             exact,
-            heaps: RwLock::new(BTreeMap::new()),
-            default_pool: Arc::new(PoolShared::new(PoolId::DEFAULT, false)),
+            heaps: RwLock::new(Heaps::new()),
+            pools: Pools::new(),
             growth: ReentrantMutex::new(()),
             paging: AtomicBool::new(false),
             events: EventQueue::new(config.event_order),
@@ -380,7 +444,7 @@ impl<B: Backend> CachingAllocator<B> {
     /// [`AllocError::NoSuchDevice`] if the stream's device is not the backend's.
     pub fn stream(&self, stream: &B::Stream) -> AllocResult<StreamHandle<B>, B> {
         let cell = self.shared.heap_of(stream)?;
-        Ok(StreamHandle { shared: Arc::clone(&self.shared), cell })
+        Ok(StreamHandle { shared: Arc::clone(&self.shared), cell, pool: None })
     }
 
     /// Allocates `bytes` for use on `stream`. 0 bytes get the null address and no memory.
@@ -574,6 +638,23 @@ impl<B: Backend> CachingAllocator<B> {
         *current = sink;
     }
 
+    /// Gives growth of policy `ours` a clock: time since any moment, never running backwards. With one,
+    /// moving memory takes at most about the share `ours_stall_share` of the time that passes; beyond,
+    /// new memory is taken instead, up to `ours_hurry_max` more than is needed. Without one, as after
+    /// construction, memory is moved however long it takes, so that the same calls give the same
+    /// result. Called on misses only, with no heap lock held.
+    ///
+    /// ```
+    /// # use alloc_core::{CachingAllocator, backend::Backend};
+    /// # fn example<B: Backend>(allocator: &CachingAllocator<B>) {
+    /// let begin = std::time::Instant::now();
+    /// allocator.set_clock(move || begin.elapsed());
+    /// # }
+    /// ```
+    pub fn set_clock(&self, clock: impl Fn() -> Duration + Send + Sync + 'static) {
+        *self.shared.clock.write() = Some(Arc::new(clock));
+    }
+
     /// Registers a callback that is asked to free memory when a request finds no cached block;
     /// callbacks run in order of their names. It returns whether the search should be repeated. It
     /// may call the allocator; callbacks do not run again inside a callback. Replaces one of the
@@ -649,11 +730,14 @@ pub struct Located {
 pub struct StreamHandle<B: Backend> {
     shared: Arc<Shared<B>>,
     cell: Arc<HeapCell<B>>,
+    /// Keeps the pool of the heap, if it is a private one.
+    pool: Option<PoolRef<B>>,
 }
 
 impl<B: Backend> Clone for StreamHandle<B> {
     fn clone(&self) -> Self {
-        StreamHandle { shared: Arc::clone(&self.shared), cell: Arc::clone(&self.cell) }
+        let (shared, cell) = (Arc::clone(&self.shared), Arc::clone(&self.cell));
+        StreamHandle { shared, cell, pool: self.pool.clone() }
     }
 }
 
@@ -740,27 +824,45 @@ impl<B: Backend> Shared<B> {
     /// The default-pool heap of a stream, made on first use.
     fn heap_of(&self, stream: &B::Stream) -> AllocResult<Arc<HeapCell<B>>, B> {
         let device = self.device(stream.device())?;
-        let key = (PoolId::DEFAULT, stream.id());
-        if let Some(cell) = device.heaps.read().get(&key) {
-            return Ok(Arc::clone(cell));
+        Ok(self.heap_in(device.pools.default_pool(), stream))
+    }
+
+    /// The heap of a pool on a stream of its device, made on first use. The pool must not end
+    /// meanwhile.
+    fn heap_in(&self, pool: &Arc<Pool>, stream: &B::Stream) -> Arc<HeapCell<B>> {
+        let device = &self.devices[stream.device().index()];
+        let key = (pool.id(), stream.id());
+        if let Some(cell) = device.heaps.read().by_owner.get(&key) {
+            return Arc::clone(cell);
         }
         device.events.note_stream(stream.id());
         let mut heaps = device.heaps.write();
-        let cell = heaps.entry(key).or_insert_with(|| {
-            let pool = Arc::clone(&device.default_pool);
-            Arc::clone(self.heaps.push(|index| Arc::new(self.new_heap(index, stream, pool))))
+        let Heaps { by_owner, vacant } = &mut *heaps;
+        let cell = by_owner.entry(key).or_insert_with(|| {
+            let private = pool.id() != PoolId::DEFAULT;
+            let vacant = vacant.get_mut(&stream.id()).filter(|_| private).and_then(Vec::pop);
+            match vacant {
+                Some(cell) => {
+                    self.move_in(&cell, pool);
+                    cell
+                }
+                None => {
+                    let make = |index| Arc::new(self.new_heap(index, stream, pool));
+                    Arc::clone(self.heaps.push(make))
+                }
+            }
         });
-        Ok(Arc::clone(cell))
+        Arc::clone(cell)
     }
 
-    fn new_heap(&self, index: u32, stream: &B::Stream, pool: Arc<PoolShared>) -> HeapCell<B> {
+    fn new_heap(&self, index: u32, stream: &B::Stream, pool: &Arc<Pool>) -> HeapCell<B> {
         let device = stream.device();
         let home = Arc::clone(&self.devices[device.index()]);
-        let rules = self.rules(&self.settings.lock(), home.limit().is_some());
+        let rules = self.rules_for(device, &self.settings.lock());
         HeapCell {
             index,
             device,
-            pool: pool.id,
+            private: pool.id() != PoolId::DEFAULT,
             stream: stream.clone(),
             stream_id: stream.id(),
             home,
@@ -768,13 +870,29 @@ impl<B: Backend> Shared<B> {
             view_mark: Mutex::new(None),
             state: Lock::new(HeapState {
                 body: HeapBody {
-                    heap: Heap::new(device, stream.id(), pool, rules),
+                    index,
+                    heap: Heap::new(device, stream.id(), Arc::clone(&pool.shared), rules),
+                    pool: Arc::clone(pool),
                     tokens: HashMap::new(),
                     uses: HashMap::new(),
+                    shares: HashMap::new(),
                 },
                 stats: StatTable::default(),
             }),
         }
+    }
+
+    /// Gives an empty heap whose pool has ended to another pool.
+    fn move_in(&self, cell: &HeapCell<B>, pool: &Arc<Pool>) {
+        let rules = self.rules_for(cell.device, &self.settings.lock());
+        let mut state = cell.state.lock();
+        state.body.pool = Arc::clone(pool);
+        state.body.heap.pool = Arc::clone(&pool.shared);
+        state.body.heap.rules = rules;
+    }
+
+    fn rules_for(&self, device: DeviceId, settings: &Settings) -> Rules {
+        self.rules(settings, self.devices[device.index()].limit().is_some())
     }
 
     fn rules(&self, settings: &Settings, limited: bool) -> Rules {
@@ -785,8 +903,8 @@ impl<B: Backend> Shared<B> {
     fn renew_rules(&self) {
         let settings = self.settings.lock().clone();
         for cell in self.heaps.iter() {
-            let limited = self.devices[cell.device.index()].limit().is_some();
-            cell.state.lock().body.heap.rules = self.rules(&settings, limited);
+            let rules = self.rules_for(cell.device, &settings);
+            cell.state.lock().body.heap.rules = rules;
         }
     }
 
@@ -811,7 +929,7 @@ impl<B: Backend> Shared<B> {
         if let Some(exact) = &device.exact {
             return f(&mut exact.lock());
         }
-        for cell in device.heaps() {
+        for cell in device.counting_heaps() {
             f(&mut cell.state.lock().stats);
         }
     }
@@ -840,7 +958,7 @@ impl<B: Backend> Shared<B> {
         let block = &heap.blocks[heap.blocks.resolve(id)?];
         Some(Located {
             device: cell.device,
-            pool: cell.pool,
+            pool: heap.pool.id,
             stream: heap.stream,
             bytes: block.bytes,
             requested: block.requested,

@@ -22,9 +22,10 @@ impl<B: Backend> Shared<B> {
         let device = &self.devices[cell.device.index()];
         device.counters.lock().num_ooms += 1;
         let memory = (self.memory)(&self.backend, cell.device);
+        let pool = cell.pool().id();
         let report = OomReport {
             device: cell.device,
-            pool: cell.pool,
+            pool,
             stream: cell.stream.id(),
             requested: request.requested,
             rounded: request.rounded,
@@ -46,7 +47,7 @@ impl<B: Backend> Shared<B> {
             addr: Addr::new(report.device_free.unwrap_or(0)),
             bytes: request.rounded,
             stream: cell.stream.id(),
-            pool: cell.pool,
+            pool,
         });
         self.deliver(&mut op.trace);
         let observers = self.observers.lock().clone();

@@ -1,17 +1,18 @@
 //! Giving cached memory back to the backend. Runs under the growth lock of the device.
 
-use super::{AllocResult, HeapCell, Paging, Shared};
+use super::{AllocResult, HeapCell, Heaps, Paging, Shared};
 use crate::backend::{Backend, Refused, Segment, Stream};
 use crate::block::{Block, BlockId, BlockIdx, BlockState};
 use crate::config::Policy;
 use crate::directory::Owner;
 use crate::error::{AllocError, BackendOp};
+use crate::events::Head;
 use crate::free_index::FreeKey;
 use crate::heap::{Heap, PageRun, Request};
 use crate::pager::Pager;
 use crate::size_class::SizeClass;
 use crate::trace::TraceBuffer;
-use crate::units::{Addr, DeviceId, PoolId};
+use crate::units::{Addr, DeviceId, PoolId, StreamId};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -46,21 +47,45 @@ impl<B: Backend> Shared<B> {
         device: DeviceId,
         trace: &mut TraceBuffer,
     ) -> AllocResult<(), B> {
-        let device = &self.devices[device.index()];
-        device.counters.lock().num_sync_all_streams += 1;
-        for stream in device.events.streams() {
-            while let Some(head) = device.events.wait_for_head(stream) {
-                if let Err(source) = self.backend.wait(&head.entry().event) {
-                    return Err(AllocError::Backend { op: BackendOp::Wait, source });
-                }
-                self.settle(head, trace);
+        self.devices[device.index()].counters.lock().num_sync_all_streams += 1;
+        self.wait_while(device, |_| true, trace)
+    }
+
+    /// Waits for the events of a device, stream by stream while `wanted` says so, and frees their
+    /// blocks.
+    pub(super) fn wait_while(
+        &self,
+        device: DeviceId,
+        wanted: impl Fn(StreamId) -> bool,
+        trace: &mut TraceBuffer,
+    ) -> AllocResult<(), B> {
+        let events = &self.devices[device.index()].events;
+        for stream in events.streams() {
+            while wanted(stream)
+                && let Some(head) = events.wait_for_head(stream)
+            {
+                self.wait_for(head, trace)?;
             }
         }
         Ok(())
     }
 
-    /// Gives all cached memory of the default pool back: the large class first; in each class the
-    /// segments obtained whole first, by stream, size and address (spec §2.10).
+    /// Waits for one event and frees its block, if that was the last one that it waits for.
+    pub(super) fn wait_for(
+        &self,
+        head: Head<'_, B>,
+        trace: &mut TraceBuffer,
+    ) -> AllocResult<(), B> {
+        if let Err(source) = self.backend.wait(&head.entry().event) {
+            return Err(AllocError::Backend { op: BackendOp::Wait, source });
+        }
+        self.settle(head, trace);
+        Ok(())
+    }
+
+    /// Gives all cached memory of the default pool back, then that of the pools that nobody refers
+    /// to. The default pool's large class goes first; in each class the segments obtained whole go
+    /// first, by stream, size and address (spec §2.10).
     pub(super) fn release_cached(
         &self,
         device: DeviceId,
@@ -70,6 +95,7 @@ impl<B: Backend> Shared<B> {
             && let Some(_paging) = self.devices[device.index()].begin_paging()
         {
             paging.pager().tidy(device);
+            self.devices[device.index()].pace.forget_extra();
             if let Paging::Handles(store) = paging {
                 self.reunite_all(&**store, device, trace);
             }
@@ -77,10 +103,10 @@ impl<B: Backend> Shared<B> {
         for class in [SizeClass::Large, SizeClass::Small] {
             self.release_class(device, PoolId::DEFAULT, class, trace)?;
         }
-        Ok(())
+        self.release_unreferenced(device, trace)
     }
 
-    fn release_class(
+    pub(super) fn release_class(
         &self,
         device: DeviceId,
         pool: PoolId,
@@ -246,6 +272,37 @@ impl<B: Backend> Shared<B> {
         Ok(())
     }
 
+    /// Gives back the reservations of a heap in which nothing is its own: memory that was mapped there
+    /// has gone elsewhere.
+    pub(super) fn release_empty_reservations(&self, cell: &HeapCell<B>) -> AllocResult<(), B> {
+        let Some(paging) = &self.paging else { return Ok(()) };
+        let device = &self.devices[cell.device.index()];
+        let empty = || {
+            let state = cell.state.lock();
+            let heap = &state.body.heap;
+            let hole = |head: BlockIdx| {
+                let block = &heap.blocks[head];
+                block.state == BlockState::Unmapped && !block.is_split()
+            };
+            let mut segments = heap.segments.iter();
+            segments.find(|(_, s)| hole(s.head)).map(|(_, s)| (s.base, s.head))
+        };
+        if self.is_pinned() || empty().is_none() {
+            return Ok(());
+        }
+        let Some(_paging) = device.begin_paging() else { return Ok(()) };
+        // Views may be left of what was mapped there, and work that uses them.
+        self.synchronize(&cell.stream)?;
+        while let Some((base, hole)) = empty() {
+            paging
+                .pager()
+                .unreserve(base)
+                .map_err(|error| AllocError::Backend { op: error.op, source: error.source })?;
+            cell.state.lock().body.heap.forget_reservation(hole);
+        }
+        Ok(())
+    }
+
     /// Whether a range is being made in some reservation.
     fn is_pinned(&self) -> bool {
         match &self.paging {
@@ -276,9 +333,13 @@ impl<B: Backend> Shared<B> {
         let Some(max_split) = cell.state.lock().body.heap.rules.max_split_bytes else {
             return Ok(false);
         };
+        let pool = cell.pool();
+        if pool.is_pinned() {
+            return Ok(false);
+        }
         let wanted = request.rounded.max(max_split);
         let free: Vec<_> = self
-            .free_blocks(cell.device, cell.pool, request.class)
+            .free_blocks(cell.device, pool.id(), request.class)
             .into_iter()
             .filter(|block| block.cell.index == cell.index)
             .collect();
@@ -363,10 +424,20 @@ impl<B: Backend> Drop for Shared<B> {
     /// Best effort and quiet: a backend that is gone has taken everything with it. Memory under work
     /// that cannot be waited for is left with the backend, not taken from under it.
     fn drop(&mut self) {
-        if !self.wait_for_all_work() {
+        if self.wait_for_all_work() {
+            self.release_tokens();
+        } else {
             std::mem::forget(self.paging.take());
-            return;
         }
+        // A device and its heaps hold each other.
+        for device in &self.devices {
+            *device.heaps.write() = Heaps::new();
+        }
+    }
+}
+
+impl<B: Backend> Shared<B> {
+    fn release_tokens(&self) {
         for cell in self.heaps.iter() {
             let tokens = std::mem::take(&mut cell.state.lock().body.tokens);
             let mut tokens: Vec<_> = tokens.into_values().collect();
@@ -376,9 +447,7 @@ impl<B: Backend> Drop for Shared<B> {
             }
         }
     }
-}
 
-impl<B: Backend> Shared<B> {
     /// Waits for all work that may use any block: what is pending, what runs on the streams of
     /// the heaps, what was recorded for blocks that are still live. Returns whether none is left.
     fn wait_for_all_work(&self) -> bool {

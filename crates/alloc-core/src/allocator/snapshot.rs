@@ -1,6 +1,6 @@
 //! A read-only picture of what a device holds (spec §8.3).
 
-use super::{AllocResult, CachingAllocator, HeapCell};
+use super::{AllocResult, CachingAllocator, HeapCell, Shared};
 use crate::backend::Backend;
 use crate::block::{Block, BlockState};
 use crate::heap::SegmentInfo;
@@ -8,13 +8,14 @@ use crate::size_class::SizeClass;
 use crate::stats::Gauge;
 use crate::trace::{TraceAction, TraceEntry};
 use crate::units::{Addr, DeviceId, PoolId, StreamId};
+use std::sync::Arc;
 
 /// What a block in a snapshot is doing.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum BlockStatus {
     /// Handed out.
     Allocated,
-    /// Freed by the client, waiting for events.
+    /// Freed by the client, waiting for events or for other processes.
     PendingFree,
     /// Free.
     Inactive,
@@ -96,11 +97,18 @@ impl<B: Backend> CachingAllocator<B> {
     /// # Errors
     /// [`AllocError::NoSuchDevice`](crate::AllocError::NoSuchDevice).
     pub fn snapshot(&self, device: DeviceId) -> AllocResult<Snapshot, B> {
-        let mut op = self.shared.begin();
         let cells = self.shared.device(device)?.heaps();
+        Ok(self.shared.snapshot(device, &cells))
+    }
+}
+
+impl<B: Backend> Shared<B> {
+    /// What some heaps of a device hold.
+    pub(super) fn snapshot(&self, device: DeviceId, cells: &[Arc<HeapCell<B>>]) -> Snapshot {
+        let mut op = self.begin();
         let mut segments: Vec<_> = cells.iter().flat_map(|cell| segments_of(cell)).collect();
         segments.sort_by_key(|segment| segment.addr);
-        let active = self.shared.stat_table(device).get(Gauge::ActiveBytes).all.current;
+        let active = self.stat_table(device).get(Gauge::ActiveBytes).all.current;
         op.trace.push(|| TraceEntry {
             action: TraceAction::Snapshot,
             device: DeviceId::new(0),
@@ -109,7 +117,7 @@ impl<B: Backend> CachingAllocator<B> {
             stream: StreamId::new(0),
             pool: PoolId::DEFAULT,
         });
-        Ok(Snapshot { device, segments })
+        Snapshot { device, segments }
     }
 }
 

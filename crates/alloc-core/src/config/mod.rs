@@ -158,6 +158,12 @@ pub struct OursSettings {
     /// `ours_views_max`: places where one handle may be mapped at once; above, old ones are unmapped
     /// when they are known to be unused, and no part of the handle moves.
     pub views_max: u32,
+    /// `ours_stall_share`, from 0 to 1 without 1: the share of time that moving memory may take, where
+    /// the allocator has a clock.
+    pub stall_share: f64,
+    /// `ours_hurry_max`, from 0 to 1 without 1: where that does not suffice, up to this fraction more
+    /// is reserved than was ever needed.
+    pub hurry_max: f64,
 }
 
 impl Default for OursSettings {
@@ -171,6 +177,8 @@ impl Default for OursSettings {
             handle_bytes_calm: 64 << 20,
             part_bytes_min: 1 << 20,
             views_max: 8,
+            stall_share: 0.01,
+            hurry_max: 0.5,
         }
     }
 }

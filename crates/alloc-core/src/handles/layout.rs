@@ -49,6 +49,8 @@ impl Home {
 #[derive(Debug)]
 pub(crate) struct Handle {
     pub(crate) bytes: u64,
+    /// Names it for ever, unlike its id.
+    pub(crate) serial: u64,
     /// All places where it is mapped, oldest first.
     pub(crate) views: SmallVec<[View; 4]>,
     /// Its bytes in order, each in one home. Empty if it is nobody's memory: left over from a growth
@@ -122,6 +124,8 @@ impl Span {
 pub(crate) struct Layout {
     handles: Vec<Option<Handle>>,
     vacant: Vec<HandleId>,
+    /// Handles made so far.
+    made: u64,
     spans: BTreeMap<Addr, Span>,
     /// Counts changes of homes.
     epoch: u64,
@@ -147,7 +151,9 @@ impl Layout {
     /// A new handle without views.
     pub(crate) fn add_handle(&mut self, bytes: u64) -> HandleId {
         self.largest = self.largest.max(bytes);
-        let handle = Handle { bytes, views: SmallVec::new(), homes: SmallVec::new() };
+        let serial = self.made;
+        self.made += 1;
+        let handle = Handle { bytes, serial, views: SmallVec::new(), homes: SmallVec::new() };
         if let Some(id) = self.vacant.pop() {
             self.handles[id.index()] = Some(handle);
             return id;

@@ -12,7 +12,7 @@ pub(crate) use layout::{HandleId, Layout, Place};
 
 use crate::backend::{Page, Refused, Reservation, VirtualMemory};
 use crate::error::BackendOp;
-use crate::pager::{BadRange, Flaw, Pager, PagerError, Unmapped};
+use crate::pager::{BadRange, Flaw, MappedPage, Pager, PagerError, Unmapped};
 use crate::units::{Addr, DeviceId};
 use parking_lot::{Mutex, MutexGuard};
 use std::collections::BTreeMap;
@@ -389,6 +389,18 @@ impl<B: VirtualMemory> Pager<B::Error> for HandleTable<B> {
             }
         }
         Unmapped { bytes: done, error: None }
+    }
+
+    fn visit(&self, base: Addr, at: Addr, bytes: u64, visit: &mut dyn FnMut(MappedPage<'_>)) {
+        let views: Vec<_> = {
+            let layout = self.layout.lock();
+            let views = layout.views(base, at, at + bytes);
+            views.map(|(at, id)| (at, id, layout[id].serial)).collect()
+        };
+        for (at, id, serial) in views {
+            let page = Arc::clone(&self.tokens.lock().pages[&id]);
+            visit(MappedPage { at, serial, page: &*page });
+        }
     }
 }
 

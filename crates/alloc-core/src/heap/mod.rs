@@ -7,9 +7,11 @@
 mod cut;
 mod expandable;
 mod moving;
+mod restore;
 mod segment;
 
 pub(crate) use expandable::PageRun;
+pub(crate) use restore::{LiveMark, Obstacle, Restoration};
 pub(crate) use segment::{SegmentId, SegmentInfo, SegmentKind, SegmentTable};
 
 use crate::block::{Block, BlockIdx, BlockSlab, BlockState};

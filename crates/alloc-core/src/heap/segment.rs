@@ -38,6 +38,8 @@ pub(crate) struct SegmentInfo {
     pub(crate) bytes: u64,
     pub(crate) class: SizeClass,
     pub(crate) kind: SegmentKind,
+    /// Names it among all segments that its heap ever had, unlike its id.
+    pub(crate) serial: u64,
     /// The block at `base`. Splits keep the low part's place and merges the lower block's, so this
     /// never changes.
     pub(crate) head: BlockIdx,
@@ -56,7 +58,7 @@ impl SegmentInfo {
         kind: SegmentKind,
         head: BlockIdx,
     ) -> Self {
-        SegmentInfo { base, bytes, class, kind, head, live: Vec::new() }
+        SegmentInfo { base, bytes, class, kind, serial: 0, head, live: Vec::new() }
     }
 
     pub(crate) const fn is_expandable(&self) -> bool {
@@ -107,6 +109,8 @@ impl SegmentInfo {
 pub(crate) struct SegmentTable {
     slots: Vec<Option<SegmentInfo>>,
     vacant: Vec<SegmentId>,
+    /// Segments so far.
+    made: u64,
 }
 
 impl SegmentTable {
@@ -121,7 +125,8 @@ impl SegmentTable {
         if self.vacant.pop().is_none() {
             self.slots.push(None);
         }
-        self.slots[id.index()] = Some(segment);
+        self.slots[id.index()] = Some(SegmentInfo { serial: self.made, ..segment });
+        self.made += 1;
     }
 
     pub(crate) fn remove(&mut self, id: SegmentId) -> SegmentInfo {

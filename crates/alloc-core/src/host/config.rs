@@ -54,8 +54,8 @@ pub struct HostConfig {
     pub reserved_bytes_max: Option<u64>,
     /// Policy `ours`: sizes of small blocks are multiples of this; a power of two from 64 to 4096.
     pub granule_bytes: u64,
-    /// Policy `ours`: heaps for small blocks that a node may have; by default as many as the machine
-    /// has cores. Threads use the first until they meet there. 1 to 64.
+    /// Policy `ours`: heaps for small blocks that a node may have; by default twice as many as the
+    /// machine has cores. Threads use the first until they meet there often. 1 to 64.
     pub shards: u16,
     /// Policy `ours`: requests up to this many bytes are small: served by shards.
     pub small_bytes_max: u64,
@@ -105,7 +105,7 @@ impl HostConfig {
             cached_age_max: Some(Duration::from_secs(60)),
             reserved_bytes_max: None,
             granule_bytes: 512,
-            shards: cores(),
+            shards: (2 * cores()).min(64),
             small_bytes_max: MIB,
             growth_bytes_min: 2 * MIB,
             growth_bytes_max: 64 * MIB,

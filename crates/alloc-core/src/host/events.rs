@@ -55,23 +55,23 @@ impl<B: HostBackend> Engine<B> {
             let Some(pending) = self.queue.pop() else { break };
             let stream = pending.stream.id();
             if !pending.concerns(scan) || skip.contains(&stream) || self.is_capturing(stream) {
-                self.queue.push(pending);
+                self.queue.put_back(pending);
                 continue;
             }
             match self.backend.query(&pending.event) {
                 Ok(Completion::Reached) => {
-                    freed += self.reached(pending);
+                    freed += self.reached(pending.into_inner());
                     if matches!(scan, Scan::Class(_)) && freed > 0 {
                         break;
                     }
                 }
                 Ok(Completion::Pending) => {
                     skip.push(stream);
-                    self.queue.push(pending);
+                    self.queue.put_back(pending);
                 }
                 Err(source) => {
                     skip.push(stream);
-                    self.queue.push(pending);
+                    self.queue.put_back(pending);
                     outcome = outcome.and(Err(HostError::Backend { op: HostOp::Query, source }));
                 }
             }
@@ -79,22 +79,23 @@ impl<B: HostBackend> Engine<B> {
         outcome.map(|()| freed)
     }
 
-    /// Blocks until the oldest event is reached. False if none is queued that may be waited for.
+    /// Blocks until the first queued event is reached: the oldest, after
+    /// [`sort`](super::queue::EventQueue::sort). False if none is queued that may be waited for.
     ///
     /// # Errors
-    /// If waiting failed; the event is queued again.
-    pub(crate) fn wait_for_oldest(&self) -> Result<bool, B> {
+    /// If waiting failed; the event goes to the end of the queue.
+    pub(crate) fn wait_for_first(&self) -> Result<bool, B> {
         for _ in 0..self.queue.len() {
             let Some(pending) = self.queue.pop() else { break };
             if self.is_capturing(pending.stream.id()) {
-                self.queue.push(pending);
+                self.queue.put_back(pending);
                 continue;
             }
             if let Err(source) = self.backend.wait(&pending.event) {
-                self.queue.push(pending);
+                self.queue.put_back(pending);
                 return Err(HostError::Backend { op: HostOp::Wait, source });
             }
-            self.reached(pending);
+            self.reached(pending.into_inner());
             return Ok(true);
         }
         Ok(false)

@@ -65,9 +65,13 @@ pub(crate) enum Cut {
 pub(crate) enum Role {
     /// Over pinned segments; keeps so many free bytes.
     Central { free_bytes_max: u64 },
-    /// Over borrowed runs; keeps one that is wholly free.
+    /// Over borrowed runs; keeps some that are wholly free.
     Shard,
 }
+
+/// Wholly free runs that a shard holds at most. More than it gives back at once, as a run that
+/// empties is often wanted again soon, and the way to the central heap and back is long.
+const SPARE_RUNS_MAX: usize = 8;
 
 impl<S: PartialEq> Heap<S> {
     /// Block sizes will be multiples of `granule`, a power of two.
@@ -416,7 +420,7 @@ impl<S: PartialEq> Home<S> for Heap<S> {
             self.merge(oldest);
         }
         match self.role {
-            Role::Shard if self.idle > 1 => After::Surplus,
+            Role::Shard if self.idle > SPARE_RUNS_MAX => After::Surplus,
             Role::Central { free_bytes_max } if self.free_bytes() > free_bytes_max => After::Excess,
             _ => After::Nothing,
         }

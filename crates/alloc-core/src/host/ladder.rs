@@ -114,7 +114,8 @@ impl<B: HostBackend> Engine<B> {
             }
             HostStep::EmptyCache => self.grow_after_release(ask, climb),
             HostStep::WaitForEvents => {
-                while let Ok(true) = self.wait_for_oldest() {
+                self.queue.sort();
+                while let Ok(true) = self.wait_for_first() {
                     if let Some(served) = self.take_hard(ask, Cut::Freely) {
                         return Ok(Some(served));
                     }

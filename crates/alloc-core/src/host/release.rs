@@ -63,9 +63,11 @@ impl<B: HostBackend> Engine<B> {
                 let is_full = blocks >= usize::from(self.config.batch_blocks_max)
                     || waiting >= self.config.batch_bytes_max;
                 if is_full && self.flush(&stream).is_ok() {
-                    // One event was added, so asking about two keeps the queue short. A failed query
-                    // is asked again, and by then by someone who can report it.
-                    let _ = self.process_events(Scan::Few(2));
+                    // One event was added, and hardly is reached yet: asking about two older ones
+                    // keeps the queue short. A failed query is asked again, and by then by someone
+                    // who can report it.
+                    let older = self.queue.len().saturating_sub(1);
+                    let _ = self.process_events(Scan::Few(older.min(2)));
                     self.trim_now_and_then();
                 }
             }

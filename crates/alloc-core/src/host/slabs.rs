@@ -2,8 +2,8 @@
 //!
 //! Every NUMA node has a *central* heap over the pinned segments of that node, and *shards* that
 //! borrow runs from it for small blocks. A thread stays with one shard until it finds that shard
-//! locked, then moves on: threads that do not collide share the first shard and waste nothing, and
-//! threads that do end up apart.
+//! locked again and again, then moves on: threads that do not collide share the first shard and
+//! waste nothing, and threads that do end up apart.
 //!
 //! No function here holds two locks at once.
 
@@ -24,6 +24,9 @@ use std::sync::atomic::{AtomicU32, Ordering};
 const RUN_BYTES_MIN: u64 = 1 << 20;
 /// Most bytes of a run that a shard borrows, unless that is less than four times the request.
 const RUN_BYTES_MAX: u64 = 4 << 20;
+
+/// Wholly free runs that a shard keeps when it gives the others back.
+const SPARE_RUNS_KEPT: usize = 4;
 
 // A home is a node and, in the low bits, 0 for its central heap or 1 + the number of a shard.
 const NODE_SHIFT: u32 = 8;
@@ -156,15 +159,17 @@ impl<S: PartialEq> SlabStore<S> {
         Some((home, self.take_from_new_run(home, run, bytes, requested)))
     }
 
-    /// Locks the shard of the calling thread. A thread that finds it locked moves on to the next.
+    /// Locks the shard of the calling thread. A thread that often finds it locked moves on to the
+    /// next.
     #[inline(always)]
     fn enter(&self, node: NodeId) -> (u32, ShortGuard<'_, Heap<S>>) {
         let shards = &self.nodes[node.index()].shards;
         let shard = shard_hint::get() & (self.shards - 1);
         if let Some(heap) = shards[shard].try_lock() {
+            shard_hint::entered();
             return (shard_home(node, shard), heap);
         }
-        let shard = shard_hint::advance() & (self.shards - 1);
+        let shard = shard_hint::collided() & (self.shards - 1);
         (shard_home(node, shard), shards[shard].lock())
     }
 
@@ -229,7 +234,7 @@ impl<S: PartialEq> SlabStore<S> {
     /// Gives runs back that a shard does not need. Call after a block was released there.
     pub(crate) fn return_surplus(&self, home: u32) {
         let node = node_of(home);
-        let runs = self.heap(home).remove_idle_beyond(1);
+        let runs = self.heap(home).remove_idle_beyond(SPARE_RUNS_KEPT);
         let mut central = self.central(node);
         runs.into_iter().for_each(|run| central.reclaim(run));
     }
@@ -351,22 +356,70 @@ fn run_bytes(held: u64, bytes: u64) -> u64 {
     run.next_multiple_of(PIN_ALIGN)
 }
 
-/// The shard that a thread last found free, whatever the allocator.
+/// The shard that a thread uses, whatever the allocator.
+///
+/// One collision says little: the other thread may only have freed a block that it got from here.
+/// A thread that left at once would meet the owner of the next shard, both would leave, and no one
+/// would ever settle. So collisions are weighed against undisturbed entries.
 #[cfg(not(loom))]
 mod shard_hint {
     use std::cell::Cell;
 
+    /// What a collision weighs, in undisturbed entries.
+    const COLLISION: u32 = 8;
+    /// The weight at which a thread moves on.
+    const MOVE_AT: u32 = 4 * COLLISION;
+    /// The weight that it starts with where it comes to: of two that meet there, it leaves first.
+    const NEWCOMER: u32 = MOVE_AT / 2;
+
     thread_local! {
-        static HINT: Cell<usize> = const { Cell::new(0) };
+        static SHARD: Cell<usize> = const { Cell::new(0) };
+        static WEIGHT: Cell<u32> = const { Cell::new(0) };
     }
 
+    #[inline(always)]
     pub(super) fn get() -> usize {
-        HINT.get()
+        SHARD.get()
     }
 
-    pub(super) fn advance() -> usize {
-        HINT.set(HINT.get().wrapping_add(1));
-        HINT.get()
+    /// Notes that the shard was found unlocked.
+    #[inline(always)]
+    pub(super) fn entered() {
+        let weight = WEIGHT.get();
+        if weight > 0 {
+            WEIGHT.set(weight - 1);
+        }
+    }
+
+    /// Notes that the shard was found locked; the shard to use now.
+    #[cold]
+    pub(super) fn collided() -> usize {
+        let weight = WEIGHT.get() + COLLISION;
+        if weight < MOVE_AT {
+            WEIGHT.set(weight);
+        } else {
+            WEIGHT.set(NEWCOMER);
+            SHARD.set(SHARD.get().wrapping_add(1));
+        }
+        SHARD.get()
+    }
+
+    #[cfg(test)]
+    mod tests {
+        use super::*;
+
+        #[test]
+        fn threads_leave_where_they_collide_often_only() {
+            let here = get();
+            for _ in 0..1000 {
+                assert_eq!(collided(), here, "one collision in ten entries is no reason");
+                (0..10).for_each(|_| entered());
+            }
+            let moved = (0..4).any(|_| collided() != here);
+            assert!(moved, "four in a row are");
+            assert_eq!(get(), here + 1);
+            assert_ne!((collided(), collided()).1, here + 1, "a newcomer leaves sooner");
+        }
     }
 }
 
@@ -377,7 +430,9 @@ mod shard_hint {
         0
     }
 
-    pub(super) fn advance() -> usize {
+    pub(super) fn entered() {}
+
+    pub(super) fn collided() -> usize {
         1
     }
 }

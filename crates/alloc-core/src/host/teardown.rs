@@ -11,7 +11,7 @@ impl<B: HostBackend> Engine<B> {
         let _ = self.flush_all();
         // An event that cannot be waited for goes to the end of the queue, so each is tried once.
         for _ in 0..self.queue.len() {
-            let _ = self.wait_for_oldest();
+            let _ = self.wait_for_first();
         }
         self.each_pool(|pool| drop(self.empty_pool(pool)));
         self.unpin_kept();

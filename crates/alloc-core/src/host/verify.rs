@@ -227,7 +227,7 @@ mod tests {
             ("H5", |engine| {
                 let pending = engine.queue.pop().expect("one");
                 let twice = pending.blocks[0];
-                engine.queue.push(pending);
+                engine.queue.put_back(pending);
                 engine.streams.all()[0].add(twice, 4096);
             }),
             ("H6", |engine| {
@@ -258,7 +258,7 @@ mod tests {
             panic!("policy ours has slabs")
         };
         let pending = host.engine().queue.pop().expect("one");
-        assert_eq!(host.engine().reached(pending), 1);
+        assert_eq!(host.engine().reached(pending.into_inner()), 1);
         let shard = 1;
         slabs.heap(shard).consolidate();
         assert_eq!(slabs.heap(shard).remove_idle_beyond(0).len(), 1);

@@ -417,7 +417,7 @@ impl Slabs {
             let bytes: u64 = open.iter().map(|no| self.blocks.all[no].bytes).sum();
             if open.len() >= self.rules.batch_blocks || bytes >= self.rules.batch_bytes {
                 self.flush(world, stream);
-                self.reach(world, 2);
+                self.reach(world, 2.min(self.blocks.queue.len() - 1));
             }
         }
     }
@@ -446,10 +446,10 @@ impl Slabs {
     fn put_back(&mut self, world: &mut impl World, block: Block) {
         if block.small {
             self.shard.free(block.addr);
-            if self.shard.idle_count() < 2 {
+            if self.shard.idle_count() <= 8 {
                 return;
             }
-            for (_, addr) in self.shard.idle().into_iter().skip(1) {
+            for (_, addr) in self.shard.idle().into_iter().skip(4) {
                 self.shard.remove(addr);
                 self.central.merge(addr);
             }

@@ -160,6 +160,28 @@ fn case_a9_a_finished_stream_is_enough() {
     }
 }
 
+/// Two streams are busy: policy `ours` waits for the older event only, whatever the streams' order.
+#[test]
+fn case_a9_one_event_is_enough() {
+    for (older, younger) in [(1, 2), (2, 1)] {
+        for policy in BOTH {
+            let rig = Rig::of_size(40 * MIB, policy, "");
+            let s0 = rig.s(0);
+            let blocks = [rig.alloc(20 * MIB, &s0), rig.alloc(20 * MIB, &s0)];
+            let addr = blocks[0].addr();
+            for (block, stream) in blocks.into_iter().zip([older, younger]) {
+                rig.busy(&rig.s(stream));
+                rig.record(&block, &rig.s(stream));
+                rig.free(block);
+            }
+            let c = rig.alloc(20 * MIB, &s0);
+            assert_eq!(rig.backend.is_busy(&rig.s(younger)), policy == Policy::Ours);
+            assert!(policy == Policy::Pytorch || c.addr() == addr);
+            assert_eq!(rig.stat("num_sync_all_streams"), 1);
+        }
+    }
+}
+
 /// Several streams used the block: it comes back with the last of their events (I5), whichever that
 /// is.
 #[test]

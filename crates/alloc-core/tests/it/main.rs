@@ -5,15 +5,18 @@
 //! * `faults`, `interleave`: a failure, or another thread's operation, at every backend call;
 //! * `threads`: real threads;
 //! * `pictures`: short scripts as maps of their segments;
+//! * `sharing`, `sharing_faults`: blocks that other simulated processes use;
 //! * `errors`, `teardown`: misuse, broken backends, and the end.
 #![expect(clippy::unwrap_used, reason = "in a test a panic is the report, helpers included")]
 
 mod cases_expandable;
 mod cases_ladder;
+mod cases_pools;
 mod cases_sizes;
 mod cases_stats;
 mod cases_streams;
 mod cases_threads;
+mod checkpoints;
 mod errors;
 mod faults;
 mod interleave;
@@ -22,5 +25,7 @@ mod machine;
 mod pictures;
 mod replay;
 mod rig;
+mod sharing;
+mod sharing_faults;
 mod teardown;
 mod threads;

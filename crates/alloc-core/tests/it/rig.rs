@@ -2,8 +2,8 @@
 
 use alloc_core::backend::Stream;
 use alloc_core::{
-    Addr, AllocError, Allocation, CachingAllocator, Config, DeviceId, Policy, Settings, TraceEntry,
-    TraceSink,
+    Addr, AllocError, Allocation, CachingAllocator, Checkpoint, Config, DeviceId, Policy, PoolRef,
+    Restored, Settings, TraceEntry, TraceSink,
 };
 use mock_backend::{Builder, Call, LogEntry, MockBackend, MockError, MockStream, Work};
 use std::cell::RefCell;
@@ -91,7 +91,29 @@ impl Rig {
 
     /// Allocates; a kernel that touches the block is queued on its stream, ending when it can.
     pub(crate) fn try_alloc(&self, bytes: u64, stream: &MockStream) -> Result<Allocation, Error> {
-        let result = self.allocate(bytes, stream);
+        self.noted(self.allocate(bytes, stream), bytes, stream)
+    }
+
+    /// From a pool; otherwise as [`alloc`](Self::alloc).
+    #[track_caller]
+    pub(crate) fn alloc_in(
+        &self,
+        pool: &PoolRef<MockBackend>,
+        bytes: u64,
+        stream: &MockStream,
+    ) -> Allocation {
+        match self.noted(pool.allocate(bytes, stream), bytes, stream) {
+            Ok(block) => block,
+            Err(error) => panic!("{bytes} bytes: {error}"),
+        }
+    }
+
+    fn noted(
+        &self,
+        result: Result<Allocation, Error>,
+        bytes: u64,
+        stream: &MockStream,
+    ) -> Result<Allocation, Error> {
         if let Ok(block) = &result
             && bytes > 0
         {
@@ -129,6 +151,39 @@ impl Rig {
     pub(crate) fn touch(&self, block: &Allocation, stream: &MockStream) {
         let work = Work::new().touching(block.addr(), block.bytes()).lasting(0);
         self.backend.launch(stream, work);
+    }
+
+    /// Restores a checkpoint. The judge learns of the blocks that came and went.
+    pub(crate) fn try_restore(
+        &self,
+        pool: &PoolRef<MockBackend>,
+        checkpoint: &Checkpoint,
+    ) -> Result<Restored, Error> {
+        let result = pool.restore(checkpoint);
+        if let Ok(restored) = &result {
+            for stale in &restored.stale {
+                assert!(self.live.borrow_mut().remove(&stale.addr).is_some());
+                self.backend.judge().freed(stale.addr);
+            }
+            for block in &restored.revived {
+                let streams = self.streams.iter().flatten();
+                let stream = streams.copied().find(|stream| stream.id() == block.stream());
+                let stream = stream.expect("a stream of the rig");
+                self.backend.judge().allocated(block.addr(), block.bytes(), &stream);
+                self.live.borrow_mut().insert(block.addr(), (stream.device(), block.bytes()));
+                self.touch(block, &stream);
+            }
+        }
+        self.verify();
+        result
+    }
+
+    #[track_caller]
+    pub(crate) fn restore(&self, pool: &PoolRef<MockBackend>, checkpoint: &Checkpoint) -> Restored {
+        match self.try_restore(pool, checkpoint) {
+            Ok(restored) => restored,
+            Err(error) => panic!("{error}"),
+        }
     }
 
     pub(crate) fn try_free(&self, block: Allocation) -> Result<(), (Allocation, Error)> {

@@ -6,7 +6,7 @@ use alloc_core::Addr;
 use alloc_core::backend::{Backend, Completion, SEGMENT_ALIGN, Segment};
 use alloc_cuda::{CudaBackend, CudaStream};
 use cuda_driver::{CaptureMode, HostFlags, MemoryPool, PoolCounter};
-use mock_backend::conformance::{self, Harness};
+use mock_backend::conformance::{self, CaptureHarness, Harness};
 use std::ptr::NonNull;
 use std::time::Duration;
 
@@ -16,6 +16,7 @@ pub(crate) const SCENARIOS: &[Scenario] = &[
         name: "backend::conformance_of_virtual_memory",
         test: conformance_of_virtual_memory,
     },
+    Scenario { name: "backend::conformance_of_capture", test: conformance_of_capture },
     Scenario { name: "backend::segments", test: segments },
     Scenario { name: "backend::events", test: events },
     Scenario { name: "backend::capture", test: capture },
@@ -38,12 +39,29 @@ impl Harness for OfRig<'_> {
     }
 
     fn queue_work(&self, stream: &CudaStream) {
+        if stream.is_captured().expect("asks") {
+            return self.0.touch(stream);
+        }
         let work = || std::thread::sleep(Duration::from_millis(3));
         stream.driver_stream().call_host(work).expect("queued");
     }
 
     fn synchronize(&self, stream: &CudaStream) {
         stream.synchronize().expect("no failed work");
+    }
+}
+
+impl CaptureHarness for OfRig<'_> {
+    fn begin_capture(&self, stream: &CudaStream) {
+        stream.driver_stream().begin_capture(CaptureMode::Global).expect("begin");
+    }
+
+    fn end_capture(&self, stream: &CudaStream) -> bool {
+        stream.driver_stream().end_capture().is_ok()
+    }
+
+    fn order(&self, before: &CudaStream, after: &CudaStream) {
+        self.0.order(before, after);
     }
 }
 
@@ -57,6 +75,11 @@ fn conformance_of_virtual_memory(rig: &Rig) -> Outcome {
         return Outcome::Skipped("the device has no virtual memory");
     }
     conformance::run_virtual_memory(|| OfRig(rig));
+    Outcome::Done
+}
+
+fn conformance_of_capture(rig: &Rig) -> Outcome {
+    conformance::run_capture(|| OfRig(rig));
     Outcome::Done
 }
 

@@ -6,7 +6,7 @@ use alloc_core::{Addr, Config, DeviceId};
 use alloc_cuda::{CudaAllocator, CudaBackend, CudaError, CudaStream};
 use cuda_driver::fake::{FakeKernel, KernelMemory, Session};
 use cuda_driver::{
-    Argument, Attribute, Context, DeviceMemory, Driver, Kernel, Module, Shape, code,
+    Argument, Attribute, Context, DeviceMemory, Driver, Event, Kernel, Module, Shape, code,
 };
 use std::ffi::CStr;
 use std::sync::Arc;
@@ -229,6 +229,20 @@ impl Rig {
             // SAFETY: three parameters of these sizes; the memory is a test's own device memory.
             unsafe { kernel.launch(stream.driver_stream(), shape, &arguments) }.expect("launch");
         }
+    }
+
+    /// Queues a little work on memory of the rig's own, which `wrong_words` must not be asked for
+    /// after it has run.
+    pub(crate) fn touch(&self, stream: &CudaStream) {
+        self.fill(stream, Addr::new(self.bench(stream.device()).counter()), 4, 0);
+    }
+
+    /// What is queued on `after` from now on comes after all that is queued on `before`; in a capture
+    /// this forks and joins.
+    pub(crate) fn order(&self, before: &CudaStream, after: &CudaStream) {
+        let event = Event::create(self.context(before.device())).expect("event");
+        event.record(before.driver_stream()).expect("records");
+        after.driver_stream().wait_event(&event).expect("waits");
     }
 
     /// Queues counting the words that differ from a pattern.

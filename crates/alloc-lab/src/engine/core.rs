@@ -9,6 +9,7 @@ use alloc_core::{
 };
 use mock_backend::{Call, Costs, Fed, MockBackend, MockStream, SpanKind};
 
+use super::pools::{Pools, order_of};
 use super::view::view;
 use super::{DriverFigures, Engine, EngineError, Recorded, SegmentView, empty, refusal};
 use crate::configuration::Configuration;
@@ -26,6 +27,7 @@ pub struct CoreEngine {
     backend: MockBackend,
     streams: Vec<(MockStream, StreamHandle<MockBackend>)>,
     live: Vec<Option<Allocation>>,
+    pools: Pools,
     /// What the driver had been made to do before the first operation.
     before: Costs,
     feed: Arc<Mutex<AddressFeed>>,
@@ -123,6 +125,7 @@ impl CoreEngine {
             backend,
             streams,
             live,
+            pools: Pools::default(),
             before,
             feed,
             account,
@@ -276,6 +279,50 @@ impl Recorded for CoreEngine {
 
     fn set_expandable(&mut self, on: bool) -> Result<(), EngineError> {
         self.allocator.set_expandable_segments(on).map_err(refusal)
+    }
+
+    fn new_pool(&mut self, n: u32, id: (u64, u64), no_split: bool) -> Result<(), EngineError> {
+        self.pools.new_pool(&self.allocator, n, id, no_split)
+    }
+
+    fn delete_pool(&mut self, n: u32) -> Result<(), EngineError> {
+        let result = self.pools.delete_pool(n);
+        self.settle();
+        result
+    }
+
+    fn enter(&mut self, n: u32) -> Result<(), EngineError> {
+        self.pools.enter(n)
+    }
+
+    fn leave(&mut self) {
+        self.pools.leave();
+    }
+
+    fn begin_capture(
+        &mut self,
+        graph: u32,
+        id: (u64, u64),
+        shared: Option<u32>,
+        stream: usize,
+    ) -> Result<(), EngineError> {
+        let stream = &self.streams[stream].0;
+        self.pools.begin_capture(&self.allocator, graph, id, shared, stream)
+    }
+
+    fn end_capture(&mut self, graph: u32) -> Result<(), EngineError> {
+        self.pools.end_capture(graph)
+    }
+
+    fn delete_graph(&mut self, graph: u32) -> Result<(), EngineError> {
+        self.pools.delete_graph(graph)
+    }
+
+    fn feed_releases(&mut self, addrs: &[u64]) -> Result<(), EngineError> {
+        let snapshot = self.allocator.snapshot(DEVICE).map_err(refusal)?;
+        // Nobody asked for it: it leaves no mark.
+        lock(&self.tape.0).pop();
+        self.allocator.set_flush_order(DEVICE, order_of(addrs, &snapshot)).map_err(refusal)
     }
 
     fn take_trace(&mut self, out: &mut Vec<TraceRow>) {

@@ -203,6 +203,42 @@ impl Recorded for Fake {
         Ok(())
     }
 
+    fn new_pool(&mut self, n: u32, _id: (u64, u64), _no_split: bool) -> Result<(), EngineError> {
+        Err(EngineError::Refused(format!("pool {n} in an allocator without pools")))
+    }
+
+    fn delete_pool(&mut self, n: u32) -> Result<(), EngineError> {
+        self.new_pool(n, (0, 0), false)
+    }
+
+    fn enter(&mut self, n: u32) -> Result<(), EngineError> {
+        self.new_pool(n, (0, 0), false)
+    }
+
+    fn leave(&mut self) {}
+
+    fn begin_capture(
+        &mut self,
+        graph: u32,
+        _id: (u64, u64),
+        _shared: Option<u32>,
+        _stream: usize,
+    ) -> Result<(), EngineError> {
+        Err(EngineError::Refused(format!("capture of graph {graph}")))
+    }
+
+    fn end_capture(&mut self, graph: u32) -> Result<(), EngineError> {
+        self.begin_capture(graph, (0, 0), None, 0)
+    }
+
+    fn delete_graph(&mut self, graph: u32) -> Result<(), EngineError> {
+        self.begin_capture(graph, (0, 0), None, 0)
+    }
+
+    fn feed_releases(&mut self, _addrs: &[u64]) -> Result<(), EngineError> {
+        Ok(())
+    }
+
     fn take_trace(&mut self, out: &mut Vec<TraceRow>) {
         out.append(&mut self.trace);
     }

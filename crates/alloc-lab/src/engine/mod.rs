@@ -6,6 +6,7 @@ mod device;
 #[cfg(test)]
 pub(crate) mod fake;
 mod meter;
+mod pools;
 mod view;
 
 use alloc_core::AllocError;
@@ -168,6 +169,60 @@ pub trait Recorded: Engine {
     /// # Errors
     /// [`EngineError::Refused`].
     fn set_expandable(&mut self, on: bool) -> Result<(), EngineError>;
+
+    /// Creates user pool number `n`, whose id must turn out to be `id`.
+    ///
+    /// # Errors
+    /// [`EngineError::Refused`].
+    fn new_pool(&mut self, n: u32, id: (u64, u64), no_split: bool) -> Result<(), EngineError>;
+
+    /// The owner of user pool `n` lets it go: gives its reference back, then empties the cache of the
+    /// pool.
+    ///
+    /// # Errors
+    /// [`EngineError::Refused`].
+    fn delete_pool(&mut self, n: u32) -> Result<(), EngineError>;
+
+    /// Opens a scope that sends this thread's requests to user pool `n`, inside those that are open.
+    ///
+    /// # Errors
+    /// [`EngineError::Refused`].
+    fn enter(&mut self, n: u32) -> Result<(), EngineError>;
+
+    /// Closes the innermost such scope.
+    fn leave(&mut self);
+
+    /// Graph number `graph` begins to capture `stream` into the pool of graph `shared`, or into a new
+    /// one, whose id must turn out to be `id`.
+    ///
+    /// # Errors
+    /// [`EngineError::Refused`].
+    fn begin_capture(
+        &mut self,
+        graph: u32,
+        id: (u64, u64),
+        shared: Option<u32>,
+        stream: usize,
+    ) -> Result<(), EngineError>;
+
+    /// The capture of a graph ends; the graph keeps referring to its pool.
+    ///
+    /// # Errors
+    /// [`EngineError::Refused`].
+    fn end_capture(&mut self, graph: u32) -> Result<(), EngineError>;
+
+    /// A graph gives its reference back.
+    ///
+    /// # Errors
+    /// [`EngineError::Refused`].
+    fn delete_graph(&mut self, graph: u32) -> Result<(), EngineError>;
+
+    /// Tells at which addresses the recorded allocator gave memory back in the flush that comes next,
+    /// so that pools which nobody refers to are visited in its order.
+    ///
+    /// # Errors
+    /// [`EngineError::Refused`].
+    fn feed_releases(&mut self, addrs: &[u64]) -> Result<(), EngineError>;
 
     /// Moves the trace entries since the last call to `out`, oldest first.
     fn take_trace(&mut self, out: &mut Vec<TraceRow>);

@@ -227,15 +227,6 @@ impl Recording {
         taken.map(|row| RecordedSegment { addr: row.addr, bytes: row.bytes })
     }
 
-    /// What the recording exercises beyond the default pool.
-    pub fn needs(&self) -> Needs {
-        let count = |f: fn(&Op) -> bool| self.ops.iter().filter(|step| f(&step.op)).count();
-        Needs {
-            pools: count(|op| matches!(op, Op::PoolNew { .. })),
-            captures: count(|op| matches!(op, Op::CaptureBegin { .. })),
-        }
-    }
-
     /// Contradictions that would make a comparison meaningless.
     fn check(&self) -> Result<(), String> {
         for (i, step) in self.ops.iter().enumerate() {
@@ -257,6 +248,9 @@ impl Recording {
                 {
                     return fail(format!("stream {stream} of {}", self.streams));
                 }
+                Op::CaptureBegin { .. } if self.streams < 2 => {
+                    return fail("a capture without a side stream".to_owned());
+                }
                 _ => {}
             }
         }
@@ -266,15 +260,6 @@ impl Recording {
         }
         Ok(())
     }
-}
-
-/// Features of a recording that an allocator may lack.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Needs {
-    /// User pools created.
-    pub pools: usize,
-    /// Graphs captured.
-    pub captures: usize,
 }
 
 impl<'de> Deserialize<'de> for Op {

@@ -14,24 +14,11 @@ use crate::engine::{EngineError, Recorded, SegmentView};
 use crate::format::golden::{BlockState, Op, Recording, Segment, Step, TraceRow};
 use cut::{Cutter, Facts};
 
+/// The stream on which recordings capture.
+const CAPTURE_STREAM: usize = 1;
+
 /// The statistic that tells whether a freed block came back at once.
 const ACTIVE: &str = "active.all.current";
-
-/// Result of comparing one recording.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub enum Verdict {
-    /// Every operation was executed and compared.
-    Compared(Comparison),
-    /// The recording needs something that the allocator cannot do; nothing was executed.
-    Unsupported(String),
-}
-
-impl Verdict {
-    /// Whether everything was compared and agreed.
-    pub fn agrees(&self) -> bool {
-        matches!(self, Verdict::Compared(comparison) if comparison.mismatches == 0)
-    }
-}
 
 /// How far a recording and the allocator agree.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -44,6 +31,13 @@ pub struct Comparison {
     pub mismatches: usize,
     /// The first difference.
     pub first: Option<Mismatch>,
+}
+
+impl Comparison {
+    /// Whether everything agreed.
+    pub const fn agrees(&self) -> bool {
+        self.mismatches == 0
+    }
 }
 
 /// A difference.
@@ -71,14 +65,7 @@ pub fn verify<E: Recorded>(
     engine: &mut E,
     recording: &Recording,
     mut tick: impl FnMut(),
-) -> Verdict {
-    let needs = recording.needs();
-    if needs.pools > 0 || needs.captures > 0 {
-        return Verdict::Unsupported(format!(
-            "{} user pools and {} graph captures",
-            needs.pools, needs.captures
-        ));
-    }
+) -> Comparison {
     let mut run = Run::new(engine, recording);
     for (i, step) in recording.ops.iter().enumerate() {
         run.step(i, step);
@@ -86,7 +73,7 @@ pub fn verify<E: Recorded>(
     }
     run.leftovers();
     run.objections();
-    Verdict::Compared(run.comparison)
+    run.comparison
 }
 
 /// State of a comparison under way.
@@ -98,7 +85,7 @@ struct Run<'a, E> {
     ids: HashMap<u64, (usize, u64)>,
     /// Index of [`ACTIVE`] in the statistics, and its recorded value after the last operation.
     active: Option<usize>,
-    active_before: i64,
+    active_before: Option<i64>,
     /// `segment_map` entries of the recording, and how many the engine has produced.
     maps: Vec<u64>,
     maps_done: usize,
@@ -116,7 +103,7 @@ impl<'a, E: Recorded> Run<'a, E> {
             cutter: Cutter::new(&recording.trace),
             ids: HashMap::new(),
             active: recording.stat_keys.iter().position(|key| key == ACTIVE),
-            active_before: 0,
+            active_before: Some(0),
             maps: maps.map(|row| row.addr).collect(),
             maps_done: 0,
             stats: Vec::new(),
@@ -133,7 +120,7 @@ impl<'a, E: Recorded> Run<'a, E> {
     fn step(&mut self, i: usize, step: &Step) {
         let facts = self.facts(step);
         let expected = self.cutter.cut(facts);
-        let mut difference = self.execute(step).err();
+        let mut difference = self.execute(step, expected).err();
         self.trace.clear();
         // The list of segments leaves its mark in the history, so it comes before the comparison.
         let listed = step.segments.as_ref().map(|recorded| (recorded, self.engine.segments()));
@@ -160,40 +147,54 @@ impl<'a, E: Recorded> Run<'a, E> {
             _ => 0,
         };
         let active = self.active.and_then(|at| step.stats.as_ref().map(|stats| stats[at]));
-        // Without the statistic there are no events either: every free completes at once.
-        let completed = active.is_none_or(|now| now < self.active_before);
-        self.active_before = active.unwrap_or(self.active_before);
+        // Where the statistic is missing there are no events either: every free completes at once.
+        let both = active.zip(self.active_before);
+        let completed = both.is_none_or(|(now, before)| now < before);
+        self.active_before = active;
         Facts { op: step.op, freed_bytes, completed, listed: step.segments.is_some() }
     }
 
-    /// Does what `step` says; a difference if the engine refuses or returns another address.
-    fn execute(&mut self, step: &Step) -> Result<(), Difference> {
-        match step.op {
-            Op::Cap(bytes) => self.engine.set_limit(bytes).map_err(refused)?,
-            Op::Alloc { id, bytes, stream, .. } => return self.allocate(step, id, bytes, stream),
+    /// Does what `step` says; a difference if the engine refuses or returns another address. `expected`
+    /// is what it should leave in the history.
+    fn execute(&mut self, step: &Step, expected: &[TraceRow]) -> Result<(), Difference> {
+        let engine = &mut *self.engine;
+        let done = match step.op {
+            Op::Alloc { id, bytes, stream, pool, inner } => {
+                return self.allocate(step, id, bytes, stream, [pool, inner]);
+            }
             Op::Free(id) => {
                 let slot = self.slot(id)?;
-                self.engine.free(slot).map_err(refused)?;
+                self.engine.free(slot)
             }
             Op::RecordStream { id, stream } => {
                 let slot = self.slot(id)?;
-                self.engine.record_stream(slot, stream as usize).map_err(refused)?;
+                self.engine.record_stream(slot, stream as usize)
             }
-            Op::Busy(stream) => self.engine.busy(stream as usize),
-            Op::Sync => self.engine.sync(),
-            Op::EmptyCache => self.engine.empty_cache().map_err(refused)?,
-            Op::ResetPeak => self.engine.reset_peak().map_err(refused)?,
-            Op::ResetAccumulated => self.engine.reset_accumulated().map_err(refused)?,
-            Op::Expandable(on) => self.engine.set_expandable(on).map_err(refused)?,
-            Op::PoolNew { .. }
-            | Op::PoolDelete(_)
-            | Op::CaptureBegin { .. }
-            | Op::CaptureEnd(_)
-            | Op::GraphDelete(_) => {
-                return Err(Difference::new("operation", "executed", "unsupported"));
+            Op::EmptyCache => {
+                let releases: Vec<u64> = expected.iter().filter_map(released).collect();
+                engine.feed_releases(&releases).and_then(|()| engine.empty_cache())
             }
-        }
-        Ok(())
+            Op::Busy(stream) => {
+                engine.busy(stream as usize);
+                Ok(())
+            }
+            Op::Sync => {
+                engine.sync();
+                Ok(())
+            }
+            Op::Cap(bytes) => engine.set_limit(bytes),
+            Op::ResetPeak => engine.reset_peak(),
+            Op::ResetAccumulated => engine.reset_accumulated(),
+            Op::Expandable(on) => engine.set_expandable(on),
+            Op::PoolNew { n, id, no_split } => engine.new_pool(n, id, no_split),
+            Op::PoolDelete(n) => engine.delete_pool(n),
+            Op::CaptureBegin { graph, id, shared } => {
+                engine.begin_capture(graph, id, shared, CAPTURE_STREAM)
+            }
+            Op::CaptureEnd(graph) => engine.end_capture(graph),
+            Op::GraphDelete(graph) => engine.delete_graph(graph),
+        };
+        done.map_err(refused)
     }
 
     fn allocate(
@@ -202,13 +203,22 @@ impl<'a, E: Recorded> Run<'a, E> {
         id: u64,
         bytes: u64,
         stream: u32,
+        scopes: [Option<u32>; 2],
     ) -> Result<(), Difference> {
         if let Some(&base) = self.maps.get(self.maps_done) {
             self.engine.feed_reservation(base);
         }
         let slot = self.ids.len();
         self.ids.insert(id, (slot, bytes));
-        let addr = match self.engine.allocate(slot, bytes, stream as usize) {
+        let mut entered = Ok(());
+        let mut open = 0;
+        for pool in scopes.into_iter().flatten() {
+            entered = entered.and_then(|()| self.engine.enter(pool));
+            open += usize::from(entered.is_ok());
+        }
+        let result = entered.and_then(|()| self.engine.allocate(slot, bytes, stream as usize));
+        (0..open).for_each(|_| self.engine.leave());
+        let addr = match result {
             Ok(addr) => addr,
             Err(EngineError::OutOfMemory(_)) => 0,
             Err(error) => return Err(refused(error)),
@@ -267,6 +277,12 @@ impl Difference {
 fn refused(error: EngineError) -> Difference {
     let (EngineError::OutOfMemory(text) | EngineError::Refused(text)) = error;
     Difference::new("operation", "success", text)
+}
+
+/// Where memory went back, if it did.
+fn released(row: &TraceRow) -> Option<u64> {
+    use TraceAction::{SegmentFree, SegmentUnmap};
+    matches!(row.action, SegmentFree | SegmentUnmap).then_some(row.addr)
 }
 
 fn count_maps(trace: &[TraceRow]) -> usize {

@@ -277,15 +277,6 @@ fn verify_names_the_first_difference() {
 }
 
 #[test]
-fn verify_does_not_skip_what_it_cannot_do() {
-    let directory = tempfile::tempdir().expect("a directory");
-    let file = golden_dir().join("pools-nosplit.json.gz").display().to_string();
-    let output = lab(&directory, &["verify", &file]);
-    assert!(text(&output.stdout).contains("unsupported: 37 user pools and 0 graph captures"));
-    assert_eq!(output.status.code(), Some(1));
-}
-
-#[test]
 fn fit_finds_what_replay_confirms() {
     let directory = with_trace(ROWS);
     let row = json(&lab(&directory, &["fit", "t.csv", "--policy", "pytorch", "--json"]));

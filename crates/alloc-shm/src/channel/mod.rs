@@ -6,8 +6,8 @@
 //! | name | a name | none | the holders', counted in its header |
 //! | arena | four numbers, after the arena came once | one per arena in the sender, none in the receiver | the sender's, lent until given back |
 //!
-//! What is lent (names until they are attached to, blocks until their last clone is dropped) is
-//! given back by number. When the peer dies, the kernel closes its socket, and everything it had
+//! What is lent (names until they are attached to, blocks until their last clone is dropped, and
+//! whatever else is to be kept for the peer) is given back by number. When the peer dies, the kernel closes its socket, and everything it had
 //! is given back at once. A receiver whose sender dies keeps what it has: its mappings stay.
 
 mod receive;
@@ -115,6 +115,7 @@ struct Rx {
 enum Lent {
     Block(SharedBlock),
     Named(#[expect(dead_code, reason = "held, not read")] SharedMap),
+    Held(#[expect(dead_code, reason = "held, not read")] Box<dyn Send>),
 }
 
 /// One message.
@@ -140,6 +141,10 @@ pub enum Item {
     Block(ReceivedBlock),
     /// Plain bytes.
     Note(Vec<u8>),
+    /// Bytes, and a descriptor if one was sent with them.
+    Token(Vec<u8>, Option<OwnedFd>),
+    /// The same, on loan.
+    Borrowed(Borrowed),
 }
 
 impl Channel {
@@ -274,7 +279,7 @@ impl Channel {
         self.shared.receive_now(&mut self.shared.rx.lock())
     }
 
-    /// Blocks and names that the peer still has of this end.
+    /// Blocks, names and other loans that the peer still has of this end.
     ///
     /// Counts what has been given back in messages that were read; reading happens in every send
     /// and receive, and here. Also sends what this end has to give back, as far as the peer takes
@@ -472,6 +477,39 @@ impl fmt::Debug for ReceivedBlock {
 }
 
 impl Drop for Loan {
+    fn drop(&mut self) {
+        self.shared.give_back(self.number);
+    }
+}
+
+/// Bytes, and a descriptor if one was sent with them, that the peer keeps something for until this is
+/// dropped. See [`Channel::lend`].
+pub struct Borrowed {
+    shared: Arc<Shared>,
+    number: u64,
+    bytes: Vec<u8>,
+    descriptor: Option<OwnedFd>,
+}
+
+impl Borrowed {
+    /// The bytes.
+    pub fn bytes(&self) -> &[u8] {
+        &self.bytes
+    }
+
+    /// Takes the descriptor, which lives on its own from then on.
+    pub fn take_descriptor(&mut self) -> Option<OwnedFd> {
+        self.descriptor.take()
+    }
+}
+
+impl fmt::Debug for Borrowed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Borrowed").field("bytes", &self.bytes.len()).finish_non_exhaustive()
+    }
+}
+
+impl Drop for Borrowed {
     fn drop(&mut self) {
         self.shared.give_back(self.number);
     }

@@ -1,6 +1,8 @@
 //! The receiving half.
 
-use super::{Answers, INBOX_MAX, Incoming, Item, Loan, Received, ReceivedBlock, Rx, Shared};
+use super::{
+    Answers, Borrowed, INBOX_MAX, Incoming, Item, Loan, Received, ReceivedBlock, Rx, Shared,
+};
 use crate::arena::{BlockAddr, Import};
 use crate::error::{Error, Refusal, Result};
 use crate::memfd::{self, Frozen};
@@ -117,7 +119,7 @@ impl Shared {
     /// wait for ever or go on in vain.
     fn decline(&self, kind: Kind, number: u64, object: u64) {
         match kind {
-            Kind::Block | Kind::Named => self.give_back(number),
+            Kind::Block | Kind::Named | Kind::Loan => self.give_back(number),
             Kind::Arena => self.answers.lock().missing.push(object),
             _ => {}
         }
@@ -155,6 +157,13 @@ impl Shared {
             }
             (Kind::Release, None) => self.take_back(&message).map(|()| None),
             (Kind::Note, None) => Ok(Some(Item::Note(message.payload))),
+            (Kind::Token, fd) => Ok(Some(Item::Token(message.payload, fd))),
+            (Kind::Loan, descriptor) => Ok(Some(Item::Borrowed(Borrowed {
+                shared: Arc::clone(self),
+                number: message.number,
+                bytes: message.payload,
+                descriptor,
+            }))),
             (Kind::Missing, None) => {
                 self.lost.lock().push(message.object);
                 Ok(None)

@@ -92,13 +92,62 @@ impl Channel {
     ///
     /// [`Error::Range`] for more; otherwise see above.
     pub fn send_note(&self, bytes: &[u8], tag: u64) -> Result<()> {
-        if bytes.len() > PAYLOAD_MAX {
-            let (len, size) = (bytes.len() as u64, PAYLOAD_MAX as u64);
-            return Err(Error::Range { offset: 0, len, size });
-        }
-        let message = Message { tag, payload: bytes.to_vec(), ..Message::new(Kind::Note) };
+        let message = with_descriptor(Kind::Note, bytes, None, tag)?;
         self.shared.send(message, None, None)
     }
+
+    /// Sends up to 1024 bytes as they are, and a descriptor of any kind of memory or file, which is
+    /// not looked at.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Range`] for more bytes; otherwise see above.
+    pub fn send_token(
+        &self,
+        bytes: &[u8],
+        descriptor: Option<BorrowedFd<'_>>,
+        tag: u64,
+    ) -> Result<()> {
+        let message = with_descriptor(Kind::Token, bytes, descriptor, tag)?;
+        self.shared.send(message, descriptor, None)
+    }
+
+    /// Like [`send_token`](Channel::send_token), on loan: `held` is kept until the peer drops what it
+    /// received or is gone, and dropped at once if nothing could be sent. What it says is dropped
+    /// in whichever call on this channel learns of it, with none of its locks but that on receiving
+    /// held.
+    ///
+    /// If this end is dropped first, `held` is dropped as well: keep the channel while
+    /// [`lent`](Channel::lent) is not 0.
+    ///
+    /// # Errors
+    ///
+    /// As [`send_token`](Channel::send_token).
+    pub fn lend(
+        &self,
+        bytes: &[u8],
+        descriptor: Option<BorrowedFd<'_>>,
+        held: impl Send + 'static,
+        tag: u64,
+    ) -> Result<()> {
+        let message = with_descriptor(Kind::Loan, bytes, descriptor, tag)?;
+        self.shared.send(message, descriptor, Some(Lent::Held(Box::new(held))))
+    }
+}
+
+/// A message of bytes and perhaps a descriptor.
+fn with_descriptor(
+    kind: Kind,
+    bytes: &[u8],
+    descriptor: Option<BorrowedFd<'_>>,
+    tag: u64,
+) -> Result<Message> {
+    if bytes.len() > PAYLOAD_MAX {
+        let (len, size) = (bytes.len() as u64, PAYLOAD_MAX as u64);
+        return Err(Error::Range { offset: 0, len, size });
+    }
+    let descriptors = u8::from(descriptor.is_some());
+    Ok(Message { tag, descriptors, payload: bytes.to_vec(), ..Message::new(kind) })
 }
 
 impl Shared {

@@ -438,3 +438,45 @@ fn patience_ends_with_nothing_sent() {
     assert_eq!(there.receive().unwrap().tag, sent);
     here.settle(SOON).unwrap();
 }
+
+#[test]
+fn tokens_and_loans_bring_bytes_and_any_descriptor() {
+    let (here, there) = Channel::pair().unwrap();
+    let (reader, writer) = std::io::pipe().unwrap();
+    here.send_token(b"plain", None, 1).unwrap();
+    here.send_token(b"pipe", Some(reader.as_fd()), 2).unwrap();
+    let kept = Arc::new(());
+    here.lend(b"loan", Some(reader.as_fd()), Arc::clone(&kept), 3).unwrap();
+    let next = || there.receive_timeout(SOON).unwrap();
+    assert!(matches!(next().item, Item::Token(bytes, None) if bytes == b"plain"));
+    let Item::Token(bytes, Some(pipe)) = next().item else { panic!("a token was sent") };
+    assert_eq!((&bytes[..], inode(&pipe)), (&b"pipe"[..], inode(&writer)));
+    let Received { tag: 3, item: Item::Borrowed(mut loan) } = next() else {
+        panic!("a loan was sent")
+    };
+    assert_eq!(inode(loan.take_descriptor().unwrap()), inode(&writer));
+    assert_eq!((loan.bytes(), here.lent(), Arc::strong_count(&kept)), (&b"loan"[..], 1, 2));
+    drop(loan);
+    here.settle(SOON).unwrap();
+    assert_eq!(Arc::strong_count(&kept), 1);
+    assert!(matches!(here.lend(&[0; 1025], None, Arc::clone(&kept), 0), Err(Error::Range { .. })));
+    assert_eq!(Arc::strong_count(&kept), 1, "nothing was sent, nothing is kept");
+}
+
+#[test]
+fn loans_end_with_the_peer() {
+    let (here, there) = Channel::pair().unwrap();
+    let kept = Arc::new(());
+    for _ in 0..3 {
+        here.lend(b"", None, Arc::clone(&kept), 0).unwrap();
+    }
+    let Item::Borrowed(held) = there.receive_timeout(SOON).unwrap().item else {
+        panic!("a loan was sent")
+    };
+    drop(there);
+    assert_eq!((here.lent(), Arc::strong_count(&kept)), (3, 4), "a loan keeps the connection");
+    drop(held);
+    assert_eq!((here.lent(), Arc::strong_count(&kept)), (0, 1));
+    assert!(matches!(here.lend(b"", None, Arc::clone(&kept), 0), Err(Error::PeerGone)));
+    assert_eq!(Arc::strong_count(&kept), 1);
+}

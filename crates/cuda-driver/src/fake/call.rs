@@ -81,13 +81,12 @@ pub(super) fn wait_until(
     }
 }
 
-/// Refuses what a capture forbids, and breaks the captures as the driver does.
+/// Refuses what a capture forbids this thread, and breaks the capture, as the driver does.
 pub(super) fn not_in_capture(state: &mut State) -> Result<(), Code> {
-    const RELAXED: u32 = 2;
-    if state.is_any_capturing() && CAPTURE_MODE.get() != RELAXED {
-        return Err(code::STREAM_CAPTURE_UNSUPPORTED);
+    match state.captures.forbid_unsafe_call(CAPTURE_MODE.get()) {
+        true => Err(code::STREAM_CAPTURE_UNSUPPORTED),
+        false => Ok(()),
     }
-    Ok(())
 }
 
 /// Copies into host memory.
@@ -120,6 +119,17 @@ pub(super) unsafe fn put<T>(out: *mut T, value: T) -> Result<(), Code> {
     // SAFETY: passed on from the caller.
     unsafe { out.write(value) };
     Ok(())
+}
+
+/// Writes to a result that may not be wanted.
+///
+/// # Safety
+/// `out` must be null or a place for the result.
+pub(super) unsafe fn put_if<T>(out: *mut T, value: T) {
+    if !out.is_null() {
+        // SAFETY: passed on from the caller.
+        unsafe { out.write(value) };
+    }
 }
 
 /// Pushes a context on this thread.

@@ -182,12 +182,49 @@ exports! {
             state.await_event(stream, event as usize)
         })
     }
-    cuStreamIsCapturing(stream: sys::CUstream, out: *mut sys::CUstreamCaptureStatus) {
-        let status = on_stream("cuStreamIsCapturing", stream, |state, stream| {
-            Ok(u32::from(state.streams.get(&stream).is_some_and(|s| s.captured.is_some())))
+    cuStreamGetCaptureInfo_v2(
+        stream: sys::CUstream, status: *mut sys::CUstreamCaptureStatus, id: *mut c_ulonglong,
+        graph: *mut sys::CUgraph, tips: *mut *const sys::CUgraphNode, count: *mut usize
+    ) {
+        let (number, captured) = on_stream("cuStreamGetCaptureInfo_v2", stream, |state, stream| {
+            let stream = state.streams.get(&stream).ok_or(code::INVALID_HANDLE)?;
+            let Some(captured) = &stream.captured else { return Ok((0, None)) };
+            // The list is the stream's own: it stays until the stream's next call.
+            let tips: *const usize = captured.tips.as_ptr();
+            match state.captures.is_valid(captured.id) {
+                true => Ok((1, Some((captured.id, tips.expose_provenance(), captured.tips.len())))),
+                false => Ok((2, None)),
+            }
         })?;
         // SAFETY: the driver's contract: a place for the result, as large as a C enum.
-        unsafe { put(out.cast::<u32>(), status) }
+        unsafe { put(status.cast::<u32>(), number) }?;
+        let Some((number, list, length)) = captured else { return Ok(()) };
+        // SAFETY: the driver's contract: null or a place for the result.
+        unsafe { put_if(id, number) };
+        // SAFETY: as above.
+        unsafe { put_if(graph, std::ptr::without_provenance_mut(number as usize)) };
+        // SAFETY: as above. Handles are numbers as large as pointers.
+        unsafe { put_if(tips, std::ptr::with_exposed_provenance(list)) };
+        // SAFETY: as above.
+        unsafe { put_if(count, length) };
+        Ok(())
+    }
+    cuGraphNodeGetDependencies(
+        node: sys::CUgraphNode, out: *mut sys::CUgraphNode, count: *mut usize
+    ) {
+        let before = on_state("cuGraphNodeGetDependencies", |state| {
+            state.captures.before(node as usize).map(<[usize]>::to_vec)
+        })?;
+        if !out.is_null() {
+            // SAFETY: the driver's contract: a place with the room of the array.
+            let room = unsafe { count.read() };
+            for (index, &node) in before.iter().take(room).enumerate() {
+                // SAFETY: within that room.
+                unsafe { put(out.wrapping_add(index), std::ptr::without_provenance_mut(node)) }?;
+            }
+        }
+        // SAFETY: the driver's contract: a place for the result.
+        unsafe { put(count, before.len()) }
     }
     cuStreamGetCtx(stream: sys::CUstream, out: *mut sys::CUcontext) {
         let context = on_stream("cuStreamGetCtx", stream, |state, stream| {
@@ -484,49 +521,43 @@ exports! {
             unsafe { put(mode, replace_capture_mode(wanted)) }
         })
     }
-    cuStreamBeginCapture_v2(stream: sys::CUstream, _mode: sys::CUstreamCaptureMode) {
+    cuStreamBeginCapture_v2(stream: sys::CUstream, mode: sys::CUstreamCaptureMode) {
         if (stream as usize) <= crate::Stream::LEGACY {
             return Err(code::STREAM_CAPTURE_UNSUPPORTED);
         }
         on_stream("cuStreamBeginCapture_v2", stream, |state, stream| {
-            let stream = state.streams.get_mut(&stream).ok_or(code::INVALID_HANDLE)?;
-            stream.captured = Some(Vec::new());
-            Ok(())
+            state.begin_capture(stream, mode as u32)
         })
     }
     cuStreamEndCapture(stream: sys::CUstream, out: *mut sys::CUgraph) {
         let graph = on_stream("cuStreamEndCapture", stream, |state, stream| {
-            let stream = state.streams.get_mut(&stream).ok_or(code::INVALID_HANDLE)?;
-            let work = stream.captured.take().ok_or(code::INVALID_VALUE)?;
-            let handle = state.handle();
-            state.graphs.insert(handle, work);
-            Ok(std::ptr::without_provenance_mut(handle))
+            Ok(std::ptr::without_provenance_mut(state.end_capture(stream)?))
         })?;
         // SAFETY: the driver's contract: a place for the result.
         unsafe { put(out, graph) }
     }
     cuGraphInstantiateWithFlags(graph: sys::CUgraph, _flags: c_ulonglong) -> sys::CUgraphExec {
         on_state("cuGraphInstantiateWithFlags", |state| {
-            let work = state.graphs.get(&(graph as usize)).ok_or(code::INVALID_HANDLE)?.clone();
+            let work = state.captures.graphs.get(&(graph as usize)).ok_or(code::INVALID_HANDLE)?.clone();
             let handle = state.handle();
-            state.graphs.insert(handle, work);
+            state.captures.graphs.insert(handle, work);
             Ok(std::ptr::without_provenance_mut(handle))
         })
     }
     cuGraphLaunch(graph: sys::CUgraphExec, stream: sys::CUstream) {
         on_stream("cuGraphLaunch", stream, |state, stream| {
-            let work = state.graphs.get(&(graph as usize)).ok_or(code::INVALID_HANDLE)?.clone();
+            let work = state.captures.graphs.get(&(graph as usize)).ok_or(code::INVALID_HANDLE)?.clone();
             work.into_iter().try_for_each(|work| state.queue(stream, work))
         })
     }
     cuGraphExecDestroy(graph: sys::CUgraphExec) {
         on_state("cuGraphExecDestroy", |state| {
-            state.graphs.remove(&(graph as usize)).map(drop).ok_or(code::INVALID_HANDLE)
+            state.captures.graphs.remove(&(graph as usize)).map(drop).ok_or(code::INVALID_HANDLE)
         })
     }
     cuGraphDestroy(graph: sys::CUgraph) {
         on_state("cuGraphDestroy", |state| {
-            state.graphs.remove(&(graph as usize)).map(drop).ok_or(code::INVALID_HANDLE)
+            state.captures.graphs.remove(&(graph as usize)).map(drop).ok_or(code::INVALID_HANDLE)
         })
     }
 }

@@ -1,13 +1,14 @@
 //! An imitation of the driver in host memory, for tests on machines without a GPU.
 //!
-//! It keeps what the crates above rely on: current contexts and capture modes per thread, streams
-//! that run in order and wait for events, host functions on threads of their own, the legacy and
+//! It keeps what the crates above rely on: current contexts and capture modes per thread, captures
+//! that fork, join and break, streams that run in order and wait for events, host functions on threads of their own, the legacy and
 //! per-thread default streams, memory with a capacity, virtual memory with access rights, and
 //! errors by script. It does not imitate time or speed, and a kernel is a Rust function.
 //!
 //! The state is one for the process, as it is with the driver; a [`Session`] has it alone.
 
 mod call;
+mod captures;
 mod exports;
 mod memory;
 mod state;

@@ -1,6 +1,7 @@
 //! Contexts, streams and events of the imitation, and the engine that runs queued work.
 
 use super::FakeKernel;
+use super::captures::{Captured, Captures};
 use super::memory::{Code, Memory};
 use crate::error::code;
 use std::collections::{BTreeMap, VecDeque};
@@ -32,8 +33,8 @@ pub(super) struct Stream {
     calling: bool,
     /// Destroyed by its owner. It goes when its work is done.
     destroyed: bool,
-    /// The work recorded so far, while it is being captured.
-    pub(super) captured: Option<Vec<Work>>,
+    /// Its part in a capture.
+    pub(super) captured: Option<Captured>,
 }
 
 #[derive(Default)]
@@ -42,7 +43,8 @@ pub(super) struct Event {
     /// How often it was recorded, and the latest recording that has been reached.
     recorded: u64,
     reached: u64,
-    captured: bool,
+    /// Where it was recorded last, if that was in a capture.
+    captured: Option<Captured>,
 }
 
 impl Event {
@@ -73,7 +75,7 @@ pub(super) struct State {
     pub(super) events: BTreeMap<usize, Event>,
     pub(super) kernels: BTreeMap<String, FakeKernel>,
     pub(super) kernel_handles: BTreeMap<usize, String>,
-    pub(super) graphs: BTreeMap<usize, Vec<Work>>,
+    pub(super) captures: Captures,
     pub(super) pinned: BTreeMap<usize, usize>,
     /// Calls that fail: name, how many succeed before, code.
     pub(super) faults: Vec<(String, u32, Code)>,
@@ -190,28 +192,25 @@ impl State {
 
     /// Queues work, or records it if the stream is being captured.
     pub(super) fn queue(&mut self, stream: usize, work: Work) -> Result<(), Code> {
+        if self.streams.get(&stream).is_some_and(|stream| stream.captured.is_some()) {
+            return self.record_work(stream, work);
+        }
         let number = self.next_work;
         self.next_work += 1;
         let stream = self.streams.get_mut(&stream).ok_or(code::INVALID_HANDLE)?;
-        match &mut stream.captured {
-            Some(recording) => recording.push(work),
-            None => stream.queue.push_back((number, work)),
-        }
+        stream.queue.push_back((number, work));
         self.run();
         Ok(())
     }
 
     pub(super) fn record(&mut self, event: usize, stream: usize) -> Result<(), Code> {
-        let (device, capturing) = {
-            let stream = self.streams.get(&stream).ok_or(code::INVALID_HANDLE)?;
-            (stream.device, stream.captured.is_some())
-        };
+        let own = self.streams.get(&stream).ok_or(code::INVALID_HANDLE)?;
         let known = self.events.get_mut(&event).ok_or(code::INVALID_HANDLE)?;
-        if known.device != device {
+        if known.device != own.device {
             return Err(code::INVALID_HANDLE);
         }
-        known.captured = capturing;
-        if capturing {
+        known.captured = own.captured.clone();
+        if known.captured.is_some() {
             return Ok(());
         }
         known.recorded += 1;
@@ -220,13 +219,24 @@ impl State {
     }
 
     pub(super) fn await_event(&mut self, stream: usize, event: usize) -> Result<(), Code> {
-        let round = self.events.get(&event).ok_or(code::INVALID_HANDLE)?.recorded;
+        let known = self.events.get(&event).ok_or(code::INVALID_HANDLE)?;
+        let round = known.recorded;
+        if let Some(captured) = known.captured.clone() {
+            return self.join(stream, &captured);
+        }
+        let own = self.streams.get(&stream).ok_or(code::INVALID_HANDLE)?;
+        if let Some(id) = own.captured.as_ref().map(|captured| captured.id) {
+            return Err(self.refuse_isolated(id));
+        }
         self.queue(stream, Work::Await { event, round })
     }
 
-    pub(super) fn is_reached(&self, event: usize) -> Result<bool, Code> {
+    pub(super) fn is_reached(&mut self, event: usize) -> Result<bool, Code> {
         let event = self.events.get(&event).ok_or(code::INVALID_HANDLE)?;
-        if event.captured { Err(code::CAPTURED_EVENT) } else { Ok(event.reached >= event.recorded) }
+        match event.captured.as_ref().map(|captured| captured.id) {
+            Some(id) => Err(self.refuse_captured(id)),
+            None => Ok(event.reached >= event.recorded),
+        }
     }
 
     pub(super) fn is_idle(&self, stream: usize) -> Result<bool, Code> {
@@ -238,10 +248,6 @@ impl State {
     pub(super) fn is_device_idle(&self, device: usize) -> bool {
         let mut own = self.streams.values().filter(|stream| stream.device == device);
         own.all(|stream| stream.queue.is_empty() && !stream.calling)
-    }
-
-    pub(super) fn is_any_capturing(&self) -> bool {
-        self.streams.values().any(|stream| stream.captured.is_some())
     }
 
     /// Runs whatever can run now.

@@ -201,14 +201,12 @@ fn captured_work_runs_at_launch_and_relaxed_calls_are_allowed_meanwhile() {
         seen
     };
     stream.begin_capture(CaptureMode::Global).expect("begin");
-    assert_eq!(stream.capture_status().expect("status"), CaptureStatus::Active);
+    assert!(matches!(stream.capture_status(), Ok(CaptureStatus::Active(_))));
     // SAFETY: device memory of our own.
     unsafe { stream.fill_words(memory.addr(), 0x0403_0201, 1) }.expect("fill");
-    assert!(DeviceMemory::allocate(&context, 4).is_err(), "forbidden");
     let relaxed = session.driver().relax_captures().expect("relax");
     let more = DeviceMemory::allocate(&context, 4).expect("allowed");
     drop(relaxed);
-    assert!(DeviceMemory::allocate(&context, 4).is_err(), "forbidden again");
     let mut graph = stream.end_capture().expect("end").instantiate().expect("instantiate");
     assert_eq!(read(), [0; 4]);
     // SAFETY: the memory is still there.
@@ -216,6 +214,107 @@ fn captured_work_runs_at_launch_and_relaxed_calls_are_allowed_meanwhile() {
     stream.synchronize().expect("synchronize");
     assert_eq!(read(), [1, 2, 3, 4]);
     more.free().expect("free");
+    memory.free().expect("free");
+}
+
+#[test]
+fn a_forbidden_call_breaks_the_captures_that_forbid_it() {
+    let session = Session::new(&[64 * MIB]);
+    let context = context(&session, 0);
+    let stream = Stream::create(&context).expect("stream");
+    let allocate = || DeviceMemory::allocate(&context, 4);
+    let elsewhere = || std::thread::scope(|scope| scope.spawn(allocate).join().expect("ends"));
+    for (mode, own, other) in [
+        (CaptureMode::Global, false, false),
+        (CaptureMode::ThreadLocal, false, true),
+        (CaptureMode::Relaxed, true, true),
+    ] {
+        for (allowed, here) in [(own, true), (other, false)] {
+            stream.begin_capture(mode).expect("begin");
+            let memory = if here { allocate() } else { elsewhere() };
+            assert_eq!(memory.is_ok(), allowed, "{mode:?}");
+            let status = stream.capture_status().expect("status");
+            assert_eq!(status == CaptureStatus::Invalidated, !allowed, "{mode:?}");
+            let ended = stream.end_capture().map(drop).map_err(|error| error.code);
+            assert_eq!(ended.is_ok(), allowed, "{mode:?}");
+            assert!(ended.is_ok() || ended == Err(code::STREAM_CAPTURE_INVALIDATED));
+            assert_eq!(stream.capture_status(), Ok(CaptureStatus::None));
+            if let Ok(memory) = memory {
+                memory.free().expect("free");
+            }
+        }
+    }
+}
+
+/// The nodes before what a stream does next.
+fn past(stream: &Stream) -> std::collections::HashSet<usize> {
+    let mut past = std::collections::HashSet::new();
+    // SAFETY: nobody else uses the stream.
+    unsafe { stream.walk_captured_past(|node| past.insert(node)) }.expect("past");
+    past
+}
+
+fn tips(stream: &Stream) -> Vec<usize> {
+    // SAFETY: nobody else uses the stream.
+    unsafe { stream.capture_tips() }.expect("tips").expect("it captures").nodes
+}
+
+#[test]
+fn captures_fork_join_and_tell_their_order() {
+    let session = Session::new(&[64 * MIB]);
+    let context = context(&session, 0);
+    let [main, side] = [0; 2].map(|_| Stream::create(&context).expect("stream"));
+    let event = Event::create(&context).expect("event");
+    let memory = DeviceMemory::allocate(&context, 8).expect("room");
+    let fill = |stream: &Stream, at: u64, word| {
+        // SAFETY: device memory of our own.
+        unsafe { stream.fill_words(memory.addr() + at, word, 1) }.expect("fill");
+    };
+    let order = |before: &Stream, after: &Stream| {
+        event.record(before).expect("record");
+        after.wait_event(&event).expect("wait");
+    };
+    main.begin_capture(CaptureMode::Global).expect("begin");
+    fill(&main, 0, 1);
+    order(&main, &side);
+    assert_eq!(side.capture_status(), main.capture_status());
+    assert_eq!(tips(&side), tips(&main));
+    fill(&side, 4, 2);
+    let used = tips(&side);
+    fill(&main, 0, 3);
+    assert!(!past(&main).contains(&used[0]) && past(&main).len() == 2);
+    order(&side, &main);
+    assert_eq!((past(&main).len(), tips(&main).len()), (3, 2));
+    fill(&main, 0, 4);
+    assert_eq!((past(&main).len(), tips(&main).len()), (4, 1));
+    let mut graph = main.end_capture().expect("end").instantiate().expect("instantiate");
+    assert_eq!(side.capture_status(), Ok(CaptureStatus::None));
+    // SAFETY: the memory is still there.
+    unsafe { graph.launch(&side) }.expect("launch");
+    side.synchronize().expect("synchronize");
+    let mut seen = [0u8; 8];
+    context.copy_to_host(&mut seen, memory.addr()).expect("copy");
+    assert_eq!(seen, [4, 0, 0, 0, 2, 0, 0, 0]);
+
+    main.begin_capture(CaptureMode::Global).expect("begin");
+    order(&main, &side);
+    fill(&side, 0, 5);
+    let unjoined = main.end_capture().map(drop).map_err(|error| error.code);
+    assert_eq!(unjoined, Err(code::STREAM_CAPTURE_UNJOINED));
+    event.record(&side).expect("record");
+    main.begin_capture(CaptureMode::Relaxed).expect("begin");
+    let isolated = main.wait_event(&event).map_err(|error| error.code);
+    assert_eq!(isolated, Err(code::STREAM_CAPTURE_ISOLATION));
+    assert_eq!(main.capture_status(), Ok(CaptureStatus::Invalidated));
+    assert!(main.end_capture().is_err());
+    main.begin_capture(CaptureMode::Relaxed).expect("begin");
+    event.record(&main).expect("record");
+    assert_eq!(event.is_reached().map_err(|error| error.code), Err(code::CAPTURED_EVENT));
+    let ended = std::thread::scope(|scope| {
+        scope.spawn(|| main.end_capture().map(drop)).join().expect("ends")
+    });
+    assert_eq!(ended.map_err(|error| error.code), Err(code::STREAM_CAPTURE_INVALIDATED));
+    drop(graph);
     memory.free().expect("free");
 }
 

@@ -1,9 +1,11 @@
 //! The simulator passes its own suite, in each of its modes; broken backends do not.
 
+use std::collections::HashSet;
+
 use alloc_core::DeviceId;
 use alloc_core::backend::*;
-use mock_backend::conformance::{self, Harness};
-use mock_backend::{MockBackend, MockEvent, MockSegment, MockStream, Placement};
+use mock_backend::conformance::{self, CaptureHarness, Harness};
+use mock_backend::{CaptureMode, MockBackend, MockEvent, MockSegment, MockStream, Placement};
 
 use crate::rules::{DEV0, MIB};
 
@@ -29,6 +31,20 @@ impl Harness for Plain {
     }
 }
 
+impl CaptureHarness for Plain {
+    fn begin_capture(&self, stream: &MockStream) {
+        self.0.begin_capture(stream, CaptureMode::Global).unwrap();
+    }
+
+    fn end_capture(&self, stream: &MockStream) -> bool {
+        self.0.end_capture(stream).is_ok()
+    }
+
+    fn order(&self, before: &MockStream, after: &MockStream) {
+        self.0.order(before, after);
+    }
+}
+
 impl Drop for Plain {
     fn drop(&mut self) {
         if !std::thread::panicking() {
@@ -49,6 +65,10 @@ fn the_simulator_conforms() {
     conformance::run_virtual_memory(|| Plain(base().build()));
     conformance::run_virtual_memory(fresh);
     conformance::run_virtual_memory(coarse);
+    conformance::run_share_pages(|| Plain(base().build()));
+    conformance::run_share_pages(coarse);
+    conformance::run_capture(|| Plain(base().build()));
+    conformance::run_capture(by_chance);
 }
 
 /// What a broken backend does wrong.
@@ -64,6 +84,14 @@ enum Fault {
     WrongKind,
     /// Memory that is never given back.
     NoRelease,
+    /// Captures whose ids come back.
+    SameCapture,
+    /// Pasts without anything but the tips.
+    ShortPast,
+    /// Pasts that hold everything.
+    WholePast,
+    /// Events that cannot be asked about while anything captures.
+    NoQueries,
 }
 
 /// The simulator with one thing broken.
@@ -120,6 +148,50 @@ impl MemoryInfo for Broken {
     }
 }
 
+impl Capture for Broken {
+    fn capture_status(&self, s: &MockStream) -> Result<CaptureStatus, Wrapped> {
+        let status = self.0.capture_status(s).map_err(|e| Wrapped(e, self.1))?;
+        Ok(match status {
+            CaptureStatus::Active(_) if self.1 == Fault::SameCapture => {
+                CaptureStatus::Active(CaptureId::new(1))
+            }
+            status => status,
+        })
+    }
+
+    fn capture_tips(&self, s: &MockStream) -> Result<Option<CaptureTips>, Wrapped> {
+        self.0.capture_tips(s).map_err(|e| Wrapped(e, self.1))
+    }
+
+    fn extend_past(&self, s: &MockStream, past: &mut HashSet<GraphNodeId>) -> Result<(), Wrapped> {
+        match self.1 {
+            Fault::ShortPast => {
+                past.extend(self.capture_tips(s)?.into_iter().flat_map(|tips| tips.nodes));
+                Ok(())
+            }
+            Fault::WholePast if self.0.is_capturing(s) => {
+                past.extend((0..99).map(GraphNodeId::new));
+                Ok(())
+            }
+            _ => self.0.extend_past(s, past).map_err(|e| Wrapped(e, self.1)),
+        }
+    }
+}
+
+impl CaptureHarness for Broken {
+    fn begin_capture(&self, stream: &MockStream) {
+        self.0.begin_capture(stream, CaptureMode::Global).unwrap();
+    }
+
+    fn end_capture(&self, stream: &MockStream) -> bool {
+        self.0.end_capture(stream).is_ok()
+    }
+
+    fn order(&self, before: &MockStream, after: &MockStream) {
+        self.0.order(before, after);
+    }
+}
+
 struct Wrapped(mock_backend::MockError, Fault);
 
 impl std::fmt::Debug for Wrapped {
@@ -173,6 +245,28 @@ fn broken_backends_do_not_conform() {
     ] {
         let make = || Broken(MockBackend::builder().device(512 * MIB).build(), fault);
         let panic = std::panic::catch_unwind(|| conformance::run(make)).expect_err("it is broken");
+        let literal = panic.downcast_ref::<&str>().copied();
+        let text = literal.or(panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("");
+        assert!(text.starts_with(message), "{text}");
+    }
+}
+
+#[test]
+fn backends_with_broken_captures_do_not_conform() {
+    for (fault, message) in [
+        (Fault::SameCapture, "an id was used twice"),
+        (Fault::ShortPast, "earlier work of the stream itself is missing"),
+        (Fault::WholePast, "work of a stream that was not joined is in the past"),
+        (Fault::NoQueries, "query failed"),
+    ] {
+        let make = || {
+            let machine = MockBackend::builder().device(512 * MIB);
+            let obeys = fault == Fault::NoQueries;
+            let machine = if obeys { machine.obeys_capture_modes() } else { machine };
+            Broken(machine.build(), fault)
+        };
+        let panic = std::panic::catch_unwind(|| conformance::run_capture(make));
+        let panic = panic.expect_err("it is broken");
         let literal = panic.downcast_ref::<&str>().copied();
         let text = literal.or(panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("");
         assert!(text.starts_with(message), "{text}");

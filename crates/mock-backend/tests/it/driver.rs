@@ -1,11 +1,16 @@
 //! What the simulated driver does when nobody breaks a rule.
 
+use std::collections::HashSet;
+use std::fs::File;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use alloc_core::backend::{Backend, BackendError, Completion, ErrorKind, MemoryInfo, Refused};
-use alloc_core::backend::{Page, Reservation, Segment, Stream, VirtualMemory};
+use alloc_core::backend::{
+    Backend, BackendError, Capture, CaptureStatus, Completion, ErrorKind, MemoryInfo, Page,
+    Refused, Reservation, Segment, Share, SharePages, Stream, Token, VirtualMemory,
+};
 use alloc_core::host::{PinMethod, PinRequest, PinnedSegment};
+use alloc_core::ordered::{PoolOptions, PoolReuse, StreamOrdered};
 use alloc_core::{Addr, StreamId};
 use mock_backend::*;
 
@@ -149,6 +154,12 @@ fn chance_is_a_matter_of_the_seed() {
     assert!(run(1).iter().any(|&n| n > 0));
 }
 
+/// The token, as of another machine: a process cannot open what it exported itself.
+fn elsewhere(mut token: Token<File>) -> Token<File> {
+    token.bytes[0] ^= 1;
+    token
+}
+
 /// A scenario without the judge, every call of which is made to fail in turn.
 fn scenario(backend: &MockBackend) -> Result<(), MockError> {
     fn back<T>(refused: Refused<T, MockError>) -> MockError {
@@ -161,12 +172,20 @@ fn scenario(backend: &MockBackend) -> Result<(), MockError> {
     backend.wait(&event)?;
     backend.wait_event(&s0, &event)?;
     backend.memory(DEV0)?;
+    backend.device_key(DEV0)?;
+    let opened =
+        backend.open_segment(DEV0, 2 * MIB, elsewhere(backend.export_segment(&segment)?))?;
+    backend.close_segment(opened).map_err(back)?;
+    let (_shared, token) = backend.export_event(&s0)?;
+    backend.await_event(&s0, &token)?;
     backend.release(segment).map_err(back)?;
     let range = backend.reserve(DEV0, 4 * MIB)?;
     let page = backend.create(DEV0, 2 * MIB)?;
     backend.map(&range, range.base(), &page)?;
     backend.set_access(&range, range.base(), page.bytes(), DEV0)?;
     backend.unmap(&range, range.base(), page.bytes())?;
+    // What is imported stays: destroying it would be a second call of that kind.
+    backend.import_page(DEV0, 2 * MIB, elsewhere(backend.export_page(&page)?))?;
     backend.destroy(page).map_err(back)?;
     backend.unreserve(range).map_err(back)?;
     let request = PinRequest {
@@ -181,7 +200,18 @@ fn scenario(backend: &MockBackend) -> Result<(), MockError> {
     backend.judge().allocated_on_host(base, 2 * MIB);
     backend.copy_on_host(base, base + MIB, MIB)?;
     backend.judge().freed(base);
-    alloc_core::host::HostBackend::unpin(backend, pinned).map_err(back)
+    alloc_core::host::HostBackend::unpin(backend, pinned).map_err(back)?;
+    let pool = backend.create_pool(DEV0, None)?;
+    let options = PoolOptions { reuse: PoolReuse::ALL, release_threshold: u64::MAX };
+    backend.set_pool_options(&pool, options)?;
+    let memory = backend.allocate_ordered(&pool, 2 * MIB, &s0)?;
+    backend.free_ordered(memory, &s0).map_err(back)?;
+    backend.pool_usage(&pool)?;
+    backend.trim_pool(&pool, 0)?;
+    backend.destroy_pool(pool).map_err(back)?;
+    assert_eq!(backend.capture_status(&s0)?, CaptureStatus::None);
+    assert_eq!(backend.capture_tips(&s0)?, None);
+    backend.extend_past(&s0, &mut HashSet::new())
 }
 
 #[test]
@@ -220,7 +250,9 @@ fn costs_add_up_exactly() {
         Call::Copy => MIB,
         _ => 2 * MIB,
     };
-    let once: u64 = Call::ALL.iter().map(|&call| call_ns(call, bytes(call))).sum();
+    let calls: u64 = Call::ALL.iter().map(|&call| call_ns(call, bytes(call))).sum();
+    let growth = [Call::Create, Call::Map, Call::SetAccess].map(|call| call_ns(call, 2 * MIB));
+    let once = calls + growth.iter().sum::<u64>();
     assert_eq!(costs.stall_ns, 2 * once);
     assert_eq!(backend.now_ns(), 2 * once);
 }

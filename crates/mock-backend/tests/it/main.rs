@@ -4,5 +4,8 @@
 mod conformance;
 mod driver;
 mod golden;
+mod graphs;
+mod pools;
 mod rules;
+mod sharing;
 mod trial;

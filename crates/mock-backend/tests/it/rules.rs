@@ -377,7 +377,8 @@ fn calls_that_captures_forbid() {
         (CaptureMode::ThreadLocal, false, true),
         (CaptureMode::Relaxed, true, true),
     ] {
-        let (backend, [s0, _, side]) = machine();
+        let backend = MockBackend::builder().obeys_capture_modes().build();
+        let (s0, side) = (backend.default_stream(DEV0), backend.stream(DEV0));
         let event = backend.record(&s0).unwrap();
         backend.begin_capture(&side, mode).unwrap();
         let segment = backend.acquire(DEV0, 2 * MIB, &s0).unwrap();
@@ -424,7 +425,7 @@ fn early_reuse_inside_a_capture() {
         expect(&backend, if joined { &[] } else { &[Rule::EarlyReuse] });
         let graph = backend.end_capture(&main);
         match joined {
-            true => assert_eq!(graph.unwrap().touches, [(segment.base(), 512)]),
+            true => assert_eq!(graph.unwrap().touches(), [(segment.base(), 512)]),
             false => assert_eq!(graph, Err(CaptureError::Unjoined)),
         }
         assert!(!backend.is_busy(&side), "captured work does not run");
@@ -445,18 +446,22 @@ fn strict_backends_panic_with_what_and_where() {
 
 #[test]
 fn leaks_name_everything() {
-    let (backend, [s0, ..]) = machine();
+    let (backend, [s0, _, side]) = machine();
     let segment = backend.acquire(DEV0, 2 * MIB, &s0).unwrap();
     let (range, _page) = mapped(&backend);
     let _event = backend.record(&s0).unwrap();
     backend.judge().allocated(segment.base(), 512, &s0);
+    backend.begin_capture(&side, CaptureMode::Relaxed).unwrap();
     let expected = Leaks {
         segments: vec![(segment.base(), 2 * MIB)],
         reservations: vec![(range.base(), 8 * MIB)],
         mappings: vec![(range.base(), 2 * MIB)],
         pages: vec![2 * MIB],
         events: 1,
+        captures: 1,
         allocations: vec![(segment.base(), 512)],
+        ordered: Vec::new(),
+        pools: 0,
     };
     assert_eq!(backend.leaks(), expected);
     assert!(

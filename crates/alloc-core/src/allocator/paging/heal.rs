@@ -37,6 +37,9 @@ impl<B: Backend> Shared<B> {
         trace: &mut TraceBuffer,
     ) {
         for cell in self.devices[device.index()].heaps() {
+            if cell.pool().is_pinned() {
+                continue;
+            }
             let supply = self.own_stock(store, &cell, [BLOCK_BYTES_MIN; 2]);
             self.reunite(store, &cell, &supply, trace);
         }

@@ -1,0 +1,436 @@
+//! Private pools: memory apart from the default pool, for whoever refers to it.
+//!
+//! A pool exists while somebody refers to it or it holds memory. Requests reach it through a
+//! [scope](PoolScope), which claims requests of a thread, a stream or a capture, or through the
+//! pool itself. Without references it serves nobody, but keeps its blocks; what is free of it goes
+//! back with the next flush, and with its last segment the pool ends. Whoever names it before that
+//! finds it as it is (`docs/adr/0014-pools.md`).
+
+mod check;
+mod checkpoint;
+mod lend;
+mod lifetime;
+mod scope;
+
+pub(super) use check::check_pools;
+pub use checkpoint::{Checkpoint, Restored, StaleBlock};
+pub use scope::{PoolScope, ScopeFilter, ThreadScope};
+
+use super::{AllocResult, Allocation, CachingAllocator, HeapCell, Shared, Snapshot, StreamHandle};
+use crate::backend::{Backend, Stream};
+use crate::error::AllocError;
+use crate::heap::PoolShared;
+use crate::units::{DeviceId, PoolId};
+use parking_lot::RwLock;
+use scope::Scopes;
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+
+/// What a new pool is like.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+#[non_exhaustive]
+pub struct PoolOptions {
+    /// Blocks are whole segments.
+    pub no_split: bool,
+    /// What is free in the pool may serve requests of the default pool that would run out of memory
+    /// otherwise.
+    pub use_on_oom: bool,
+}
+
+impl PoolOptions {
+    /// The usual ones: blocks are split, and the pool is for nobody else.
+    pub const fn new() -> Self {
+        PoolOptions { no_split: false, use_on_oom: false }
+    }
+
+    /// With blocks that are whole segments.
+    pub const fn no_split(self) -> Self {
+        PoolOptions { no_split: true, ..self }
+    }
+
+    /// Open to requests of the default pool before they run out of memory.
+    pub const fn use_on_oom(self) -> Self {
+        PoolOptions { use_on_oom: true, ..self }
+    }
+}
+
+/// A pool of one device as the allocator holds it.
+#[derive(Debug)]
+pub(super) struct Pool {
+    /// What the bookkeeping needs of it.
+    pub(super) shared: Arc<PoolShared>,
+    /// [`PoolRef`]s. Rises from 0 only under the lock of the registry, which is how a pool is
+    /// revived.
+    refs: AtomicUsize,
+    /// Scopes and requests on their way: the pool cannot end meanwhile.
+    holds: AtomicUsize,
+    pins: AtomicUsize,
+    use_on_oom: AtomicBool,
+}
+
+impl Pool {
+    fn new(id: PoolId, options: PoolOptions) -> Self {
+        Pool {
+            shared: Arc::new(PoolShared::new(id, options.no_split)),
+            refs: AtomicUsize::new(0),
+            holds: AtomicUsize::new(0),
+            pins: AtomicUsize::new(0),
+            use_on_oom: AtomicBool::new(options.use_on_oom),
+        }
+    }
+
+    pub(super) fn id(&self) -> PoolId {
+        self.shared.id
+    }
+
+    /// Whether nobody refers to it, so that a flush may take what is free.
+    pub(super) fn is_unreferenced(&self) -> bool {
+        self.refs.load(Ordering::Acquire) == 0
+    }
+
+    /// Whether its memory has to stay where it is. See [`PoolRef::pin`].
+    pub(super) fn is_pinned(&self) -> bool {
+        self.pins.load(Ordering::Acquire) > 0
+    }
+
+    fn is_idle(&self) -> bool {
+        self.is_unreferenced() && self.holds.load(Ordering::Acquire) == 0
+    }
+}
+
+/// Keeps a pool from ending.
+#[derive(Debug)]
+struct Hold(Arc<Pool>);
+
+impl Hold {
+    /// Only for a pool that cannot end now anyway.
+    fn new(pool: &Arc<Pool>) -> Self {
+        pool.holds.fetch_add(1, Ordering::AcqRel);
+        Hold(Arc::clone(pool))
+    }
+}
+
+impl Drop for Hold {
+    fn drop(&mut self) {
+        self.0.holds.fetch_sub(1, Ordering::AcqRel);
+    }
+}
+
+/// The pools of one device, and which requests go to them.
+pub(super) struct Pools<B: Backend> {
+    default: Arc<Pool>,
+    /// The private ones.
+    private: RwLock<BTreeMap<PoolId, Arc<Pool>>>,
+    pub(super) scopes: Scopes<B>,
+    /// See [`CachingAllocator::set_flush_order`].
+    flush_order: RwLock<Vec<PoolId>>,
+}
+
+impl<B: Backend> Pools<B> {
+    pub(super) fn new() -> Self {
+        Pools {
+            default: Arc::new(Pool::new(PoolId::DEFAULT, PoolOptions::new())),
+            private: RwLock::new(BTreeMap::new()),
+            scopes: Scopes::new(),
+            flush_order: RwLock::new(Vec::new()),
+        }
+    }
+
+    pub(super) fn default_pool(&self) -> &Arc<Pool> {
+        &self.default
+    }
+
+    /// The private pools, in the order in which a flush visits them.
+    pub(super) fn in_flush_order(&self) -> Vec<Arc<Pool>> {
+        let mut pools: Vec<_> = self.private.read().values().cloned().collect();
+        let order = self.flush_order.read();
+        let place = |pool: &Arc<Pool>| order.iter().position(|id| *id == pool.id());
+        // The sort is stable: pools without a place follow by id.
+        pools.sort_by_key(|pool| place(pool).unwrap_or(usize::MAX));
+        pools
+    }
+}
+
+/// What is known of a private pool.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[non_exhaustive]
+pub struct PoolInfo {
+    /// Its id.
+    pub id: PoolId,
+    /// Those who refer to it: handles, and scopes in force.
+    pub references: usize,
+    /// Whether its memory has to stay; see [`PoolRef::pin`].
+    pub pinned: bool,
+    /// Whether its blocks are whole segments.
+    pub no_split: bool,
+    /// Whether it serves requests of the default pool that would run out of memory.
+    pub use_on_oom: bool,
+}
+
+impl<B: Backend> CachingAllocator<B> {
+    /// Makes a pool for a user, with an id `{0, n}` that no pool of this allocator had before.
+    ///
+    /// # Errors
+    /// [`AllocError::NoSuchDevice`].
+    pub fn create_pool(
+        &self,
+        device: DeviceId,
+        options: PoolOptions,
+    ) -> AllocResult<MemPool<B>, B> {
+        let next = || PoolId(0, self.shared.next_user_pool.fetch_add(1, Ordering::Relaxed));
+        Ok(MemPool { pool: self.shared.create_pool(device, options, next)? })
+    }
+
+    /// Makes a pool for a graph capture, with an id `{n, 0}` that no pool of this allocator had
+    /// before.
+    ///
+    /// # Errors
+    /// [`AllocError::NoSuchDevice`].
+    pub fn create_capture_pool(&self, device: DeviceId) -> AllocResult<PoolRef<B>, B> {
+        let next = || PoolId(self.shared.next_capture_pool.fetch_add(1, Ordering::Relaxed), 0);
+        self.shared.create_pool(device, PoolOptions::new(), next)
+    }
+
+    /// Refers to the pool `id`: for fronts whose callers choose the ids. A pool that nobody refers to
+    /// any more but that still holds memory is revived as it is, options included. If there is none,
+    /// one is made with `options`.
+    ///
+    /// # Errors
+    /// [`AllocError::NoSuchDevice`]; [`AllocError::InvalidArgument`] for the default pool, which
+    /// belongs to everybody.
+    pub fn open_pool(
+        &self,
+        device: DeviceId,
+        id: PoolId,
+        options: PoolOptions,
+    ) -> AllocResult<PoolRef<B>, B> {
+        if id == PoolId::DEFAULT {
+            return Err(AllocError::InvalidArgument {
+                what: "pool id",
+                why: "{0, 0} is the default pool; a private pool has another id".to_owned(),
+            });
+        }
+        let mut pools = self.shared.device(device)?.pools.private.write();
+        let pool = pools.entry(id).or_insert_with(|| Arc::new(Pool::new(id, options)));
+        Ok(PoolRef::new(&self.shared, device, pool))
+    }
+
+    /// The private pools of `device`, by id; those that nobody refers to but that hold memory are
+    /// among them.
+    ///
+    /// # Errors
+    /// [`AllocError::NoSuchDevice`].
+    pub fn pools(&self, device: DeviceId) -> AllocResult<Vec<PoolInfo>, B> {
+        let pools = self.shared.device(device)?.pools.private.read();
+        Ok(pools.values().map(|pool| info_of(pool)).collect())
+    }
+
+    /// In which order flushes of `device` visit the pools that nobody refers to: first those listed
+    /// here, in this order, then the others by id. It shows in the order of what goes back to the
+    /// backend and nowhere else; a recording of an allocator with another order can be met by it.
+    ///
+    /// # Errors
+    /// [`AllocError::NoSuchDevice`].
+    pub fn set_flush_order(&self, device: DeviceId, order: Vec<PoolId>) -> AllocResult<(), B> {
+        *self.shared.device(device)?.pools.flush_order.write() = order;
+        Ok(())
+    }
+}
+
+fn info_of(pool: &Pool) -> PoolInfo {
+    PoolInfo {
+        id: pool.id(),
+        references: pool.refs.load(Ordering::Acquire),
+        pinned: pool.is_pinned(),
+        no_split: pool.shared.no_split,
+        use_on_oom: pool.use_on_oom.load(Ordering::Relaxed),
+    }
+}
+
+impl<B: Backend> Shared<B> {
+    fn create_pool(
+        self: &Arc<Self>,
+        device: DeviceId,
+        options: PoolOptions,
+        next: impl Fn() -> PoolId,
+    ) -> AllocResult<PoolRef<B>, B> {
+        let mut pools = self.device(device)?.pools.private.write();
+        // Fronts may have named pools themselves.
+        let mut id = next();
+        while pools.contains_key(&id) {
+            id = next();
+        }
+        let pool = pools.entry(id).or_insert_with(|| Arc::new(Pool::new(id, options)));
+        Ok(PoolRef::new(self, device, pool))
+    }
+}
+
+/// A counted reference to a private pool of one device. Cloning it makes another one.
+///
+/// When it is dropped, the pool has one reference less, and nothing else happens. Without any, the
+/// pool serves nobody; its blocks stay until they are freed, what is free of it goes back with the
+/// next [`empty_cache`](CachingAllocator::empty_cache) or before an out of memory, and with its last
+/// segment it ends. Until then [`open_pool`](CachingAllocator::open_pool) finds it as it is. A
+/// [`MemPool`] also gives back what is free.
+pub struct PoolRef<B: Backend> {
+    shared: Arc<Shared<B>>,
+    device: DeviceId,
+    pool: Arc<Pool>,
+}
+
+impl<B: Backend> PoolRef<B> {
+    /// Counts the reference. The caller has another one, or the lock of the registry.
+    fn new(shared: &Arc<Shared<B>>, device: DeviceId, pool: &Arc<Pool>) -> Self {
+        pool.refs.fetch_add(1, Ordering::AcqRel);
+        PoolRef { shared: Arc::clone(shared), device, pool: Arc::clone(pool) }
+    }
+
+    /// Its id.
+    pub fn id(&self) -> PoolId {
+        self.pool.id()
+    }
+
+    /// Its device.
+    pub fn device(&self) -> DeviceId {
+        self.device
+    }
+
+    /// What is known of it.
+    pub fn info(&self) -> PoolInfo {
+        info_of(&self.pool)
+    }
+
+    /// Whether requests of the default pool may be served from what is free in this one before they
+    /// run out of memory.
+    pub fn set_use_on_oom(&self, on: bool) {
+        self.pool.use_on_oom.store(on, Ordering::Relaxed);
+    }
+
+    /// Allocates from this pool, whatever scopes are in force.
+    ///
+    /// # Errors
+    /// As [`CachingAllocator::allocate`]; [`AllocError::InvalidArgument`] if the stream is of another
+    /// device than the pool.
+    pub fn allocate(&self, bytes: u64, stream: &B::Stream) -> AllocResult<Allocation, B> {
+        let cell = self.heap_of(stream)?;
+        self.shared.allocate(&cell, bytes)
+    }
+
+    /// A handle that allocates from this pool on `stream`. It refers to the pool.
+    ///
+    /// # Errors
+    /// [`AllocError::InvalidArgument`] if the stream is of another device than the pool.
+    pub fn stream(&self, stream: &B::Stream) -> AllocResult<StreamHandle<B>, B> {
+        let cell = self.heap_of(stream)?;
+        Ok(StreamHandle { shared: Arc::clone(&self.shared), cell, pool: Some(self.clone()) })
+    }
+
+    fn heap_of(&self, stream: &B::Stream) -> AllocResult<Arc<HeapCell<B>>, B> {
+        if stream.device() == self.device {
+            return Ok(self.shared.heap_in(&self.pool, stream));
+        }
+        Err(AllocError::InvalidArgument {
+            what: "stream",
+            why: format!(
+                "{} is of {}, pool {:?} of {}: use a stream of that device, or a pool of the stream's",
+                stream.id(),
+                stream.device(),
+                self.id(),
+                self.device
+            ),
+        })
+    }
+
+    /// Until the pin is dropped, the memory of this pool stays where it is: nothing of it is given
+    /// back, lent to other pools or moved, also when nobody refers to the pool any more. A captured
+    /// graph needs this, for it uses addresses that are free to the allocator. Pins may overlap.
+    pub fn pin(&self) -> PoolPin {
+        self.pool.pins.fetch_add(1, Ordering::AcqRel);
+        // Who is giving memory back or moving it has looked at the pins already.
+        drop(self.shared.devices[self.device.index()].growth.lock());
+        PoolPin(Arc::clone(&self.pool))
+    }
+
+    /// What this pool holds now. Leaves a `snapshot` entry in the trace.
+    pub fn snapshot(&self) -> Snapshot {
+        self.shared
+            .snapshot(self.device, &self.shared.devices[self.device.index()].heaps_of(self.id()))
+    }
+}
+
+impl<B: Backend> Clone for PoolRef<B> {
+    fn clone(&self) -> Self {
+        PoolRef::new(&self.shared, self.device, &self.pool)
+    }
+}
+
+impl<B: Backend> fmt::Debug for PoolRef<B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PoolRef").field("device", &self.device).field("pool", &self.info()).finish()
+    }
+}
+
+impl<B: Backend> Drop for PoolRef<B> {
+    fn drop(&mut self) {
+        if self.pool.refs.fetch_sub(1, Ordering::AcqRel) == 1 {
+            self.shared.end_pool(self.device, self.id());
+        }
+    }
+}
+
+/// See [`PoolRef::pin`].
+#[derive(Debug)]
+pub struct PoolPin(Arc<Pool>);
+
+impl Drop for PoolPin {
+    fn drop(&mut self) {
+        self.0.pins.fetch_sub(1, Ordering::AcqRel);
+    }
+}
+
+/// A pool that somebody owns.
+///
+/// When it is dropped, the pool is no longer [used on out of memory](PoolRef::set_use_on_oom), and
+/// if nobody else refers to it, what is free of it goes back to the backend. Blocks that are still
+/// handed out stay; their memory goes back with a flush after they are freed. Failures on the way
+/// are left to that flush too; [`release`](MemPool::release) reports them.
+#[derive(Debug)]
+pub struct MemPool<B: Backend> {
+    pool: PoolRef<B>,
+}
+
+impl<B: Backend> MemPool<B> {
+    /// Gives the pool up and reports what dropping it could not.
+    ///
+    /// # Errors
+    /// [`AllocError::Backend`] at the first call that fails; the memory that was to go back then goes
+    /// with the next flush.
+    pub fn release(self) -> AllocResult<(), B> {
+        self.give_up()
+    }
+
+    fn give_up(&self) -> AllocResult<(), B> {
+        let PoolRef { shared, device, pool } = &self.pool;
+        pool.use_on_oom.store(false, Ordering::Relaxed);
+        // This handle's own reference goes right after.
+        if pool.refs.load(Ordering::Acquire) > 1 || !shared.may_use_events() {
+            return Ok(());
+        }
+        shared.trim_pool(*device, pool).map(drop)
+    }
+}
+
+impl<B: Backend> std::ops::Deref for MemPool<B> {
+    type Target = PoolRef<B>;
+    fn deref(&self) -> &PoolRef<B> {
+        &self.pool
+    }
+}
+
+impl<B: Backend> Drop for MemPool<B> {
+    fn drop(&mut self) {
+        let _ = self.give_up();
+    }
+}

@@ -1,0 +1,449 @@
+//! The stream-ordered allocator of one device.
+
+use super::backend::{OrderedMemory, PoolOptions, PoolReuse, PoolUsage, StreamOrdered, StreamWait};
+use super::error::{OrderedError, OrderedOp};
+use crate::backend::{BackendError, ErrorKind, Refused, Stream};
+use crate::size_class::REQUEST_BYTES_MAX;
+use crate::units::{Addr, DeviceId, StreamId};
+use parking_lot::Mutex;
+use smallvec::SmallVec;
+use std::collections::{BTreeMap, HashMap};
+use std::fmt;
+use std::sync::Arc;
+
+/// Which pool memory comes from.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum PoolChoice {
+    /// The device's default pool, which other parts of the program may use too.
+    Default,
+    /// A pool of its own, which holds at most so many bytes.
+    Private {
+        /// `None` is no bound.
+        bytes_max: Option<u64>,
+    },
+}
+
+/// What an allocator is made with.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct OrderedConfig {
+    /// Which pool.
+    pub pool: PoolChoice,
+    /// How it behaves. The settings of a default pool are the device's: they hold for all its users.
+    pub options: PoolOptions,
+    /// Bytes that may be allocated at once through this allocator.
+    pub limit: Option<u64>,
+}
+
+impl OrderedConfig {
+    /// The default pool, which keeps all it gets, with reuse in every way; no limit (spec §9.1).
+    pub const fn default_pool() -> Self {
+        let options = PoolOptions { reuse: PoolReuse::ALL, release_threshold: u64::MAX };
+        OrderedConfig { pool: PoolChoice::Default, options, limit: None }
+    }
+
+    /// As [`default_pool`](Self::default_pool), in a pool of its own.
+    pub const fn private_pool(bytes_max: Option<u64>) -> Self {
+        OrderedConfig { pool: PoolChoice::Private { bytes_max }, ..Self::default_pool() }
+    }
+}
+
+type Outcome<T, B> = Result<T, OrderedError<<B as crate::backend::Backend>::Error>>;
+
+/// An allocation.
+struct Live<B: StreamOrdered> {
+    memory: B::Ordered,
+    /// The stream it was allocated on.
+    stream: B::Stream,
+    /// Others that use it.
+    uses: SmallVec<[B::Stream; 2]>,
+}
+
+/// What changes.
+struct State<B: StreamOrdered> {
+    live: HashMap<Addr, Live<B>>,
+    /// Bytes of requests, those under way included.
+    allocated: u64,
+    limit: Option<u64>,
+    /// Every stream that memory was allocated or used on.
+    streams: BTreeMap<StreamId, B::Stream>,
+    /// Holds in force, and what was freed meanwhile.
+    holds: usize,
+    held: Vec<Live<B>>,
+}
+
+struct Shared<B: StreamOrdered> {
+    backend: B,
+    device: DeviceId,
+    /// `None` only while being dropped.
+    pool: Option<B::Pool>,
+    is_private: bool,
+    /// Where memory is freed that several streams used.
+    unifier: B::Stream,
+    state: Mutex<State<B>>,
+}
+
+/// Memory of one device by address, from a pool of the driver. Clones are the same allocator; any
+/// thread may call.
+///
+/// When the last clone goes, a private pool is ended, unless memory of it is still allocated: that
+/// is never freed under its user.
+pub struct OrderedAllocator<B: StreamOrdered + StreamWait> {
+    shared: Arc<Shared<B>>,
+}
+
+impl<B: StreamOrdered + StreamWait> Clone for OrderedAllocator<B> {
+    fn clone(&self) -> Self {
+        OrderedAllocator { shared: Arc::clone(&self.shared) }
+    }
+}
+
+impl<B: StreamOrdered + StreamWait> fmt::Debug for OrderedAllocator<B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("OrderedAllocator")
+            .field("device", &self.shared.device)
+            .finish_non_exhaustive()
+    }
+}
+
+impl<B: StreamOrdered + StreamWait> OrderedAllocator<B> {
+    /// An allocator on the device of `unifier`, a stream that nothing else uses.
+    ///
+    /// # Errors
+    /// [`OrderedError::Backend`], of kind [`ErrorKind::Unsupported`] where there are no pools.
+    pub fn new(backend: B, unifier: B::Stream, config: OrderedConfig) -> Outcome<Self, B> {
+        let device = unifier.device();
+        let failed = |source| OrderedError::Backend { op: OrderedOp::Pool, source };
+        let pool = match config.pool {
+            PoolChoice::Default => backend.default_pool(device),
+            PoolChoice::Private { bytes_max } => backend.create_pool(device, bytes_max),
+        };
+        let pool = pool.map_err(failed)?;
+        let is_private = matches!(config.pool, PoolChoice::Private { .. });
+        if let Err(error) = backend.set_pool_options(&pool, config.options) {
+            // Nothing is in it yet. If it cannot be given back either, the first error counts.
+            let _ = backend.destroy_pool(pool);
+            return Err(failed(error));
+        }
+        let state = State {
+            live: HashMap::new(),
+            allocated: 0,
+            limit: config.limit,
+            streams: BTreeMap::from([(unifier.id(), unifier.clone())]),
+            holds: 0,
+            held: Vec::new(),
+        };
+        let state = Mutex::new(state);
+        let pool = Some(pool);
+        let shared = Shared { backend, device, pool, is_private, unifier, state };
+        Ok(OrderedAllocator { shared: Arc::new(shared) })
+    }
+
+    /// The backend.
+    pub fn backend(&self) -> &B {
+        &self.shared.backend
+    }
+
+    /// The device.
+    pub fn device(&self) -> DeviceId {
+        self.shared.device
+    }
+
+    /// Allocates `bytes` for work that is queued on `stream` from now on. 0 bytes get the null address
+    /// and no memory.
+    ///
+    /// # Errors
+    /// [`OrderedError::OutOfMemory`], after the stream was waited for and the pool has given back what
+    /// it does not use; [`OrderedError::TooLarge`]; [`OrderedError::WrongDevice`];
+    /// [`OrderedError::Backend`].
+    pub fn allocate(&self, bytes: u64, stream: &B::Stream) -> Outcome<Addr, B> {
+        self.shared.check_stream(stream)?;
+        match bytes {
+            0 => return Ok(Addr::NULL),
+            REQUEST_BYTES_MAX.. => return Err(OrderedError::TooLarge { requested: bytes }),
+            _ => {}
+        }
+        self.shared.claim(bytes)?;
+        let memory = self.shared.obtain(bytes, stream);
+        let mut state = self.shared.state.lock();
+        match memory {
+            Ok(memory) => {
+                let addr = memory.addr();
+                state.streams.entry(stream.id()).or_insert_with(|| stream.clone());
+                let uses = SmallVec::new();
+                state.live.insert(addr, Live { memory, stream: stream.clone(), uses });
+                Ok(addr)
+            }
+            Err(error) => {
+                state.allocated -= bytes;
+                Err(error)
+            }
+        }
+    }
+
+    /// Declares that work of `stream`, queued so far or until the free, uses the memory. Its own
+    /// stream needs no mention.
+    ///
+    /// # Errors
+    /// [`OrderedError::UnknownAddress`], [`OrderedError::WrongDevice`].
+    pub fn record_use(&self, addr: Addr, stream: &B::Stream) -> Outcome<(), B> {
+        if addr.is_null() {
+            return Ok(());
+        }
+        self.shared.check_stream(stream)?;
+        let mut state = self.shared.state.lock();
+        let live = state.live.get_mut(&addr).ok_or(OrderedError::UnknownAddress(addr))?;
+        let is_known = live.stream.id() == stream.id()
+            || live.uses.iter().any(|known| known.id() == stream.id());
+        if !is_known {
+            live.uses.push(stream.clone());
+            state.streams.entry(stream.id()).or_insert_with(|| stream.clone());
+        }
+        Ok(())
+    }
+
+    /// Frees memory once the work queued so far on all streams that use it is done. Null is nothing.
+    ///
+    /// # Errors
+    /// [`OrderedError::UnknownAddress`]; [`OrderedError::Backend`], and it is still allocated.
+    pub fn free(&self, addr: Addr) -> Outcome<(), B> {
+        if addr.is_null() {
+            return Ok(());
+        }
+        let live = {
+            let mut state = self.shared.state.lock();
+            let live = state.live.remove(&addr).ok_or(OrderedError::UnknownAddress(addr))?;
+            state.allocated -= live.memory.bytes();
+            if state.holds > 0 {
+                state.held.push(live);
+                return Ok(());
+            }
+            live
+        };
+        self.shared.give_back(live).map_err(|(live, error)| {
+            let mut state = self.shared.state.lock();
+            state.allocated += live.memory.bytes();
+            state.live.insert(addr, live);
+            error
+        })
+    }
+
+    /// Until the value is dropped, frees are noted and not carried out: for the time of a graph
+    /// capture, during which the frees of memory from before would become part of the graph.
+    pub fn hold_frees(&self) -> FreeHold<B> {
+        self.shared.state.lock().holds += 1;
+        FreeHold { allocator: self.clone() }
+    }
+
+    /// Waits for all streams that memory was used on, and gives back what the pool does not use.
+    ///
+    /// # Errors
+    /// [`OrderedError::Backend`].
+    pub fn empty_cache(&self) -> Outcome<(), B> {
+        let streams: Vec<_> = self.shared.state.lock().streams.values().cloned().collect();
+        streams.iter().try_for_each(|stream| self.shared.synchronise(stream))?;
+        self.trim(0)
+    }
+
+    /// Gives back what the pool does not use until it holds `keep_bytes` at most. Waits for nothing,
+    /// so memory whose free the host has not seen stays.
+    ///
+    /// # Errors
+    /// [`OrderedError::Backend`].
+    pub fn trim(&self, keep_bytes: u64) -> Outcome<(), B> {
+        let Shared { backend, .. } = &*self.shared;
+        let trimmed = backend.trim_pool(self.shared.pool(), keep_bytes);
+        trimmed.map_err(|source| OrderedError::Backend { op: OrderedOp::Trim, source })
+    }
+
+    /// What the pool holds, by its own count. A default pool counts for all its users.
+    ///
+    /// # Errors
+    /// [`OrderedError::Backend`].
+    pub fn stats(&self) -> Outcome<PoolUsage, B> {
+        let usage = self.shared.backend.pool_usage(self.shared.pool());
+        usage.map_err(|source| OrderedError::Backend { op: OrderedOp::Usage, source })
+    }
+
+    /// Lets the peaks start over from now.
+    ///
+    /// # Errors
+    /// [`OrderedError::Backend`].
+    pub fn reset_peaks(&self) -> Outcome<(), B> {
+        let reset = self.shared.backend.reset_pool_peaks(self.shared.pool());
+        reset.map_err(|source| OrderedError::Backend { op: OrderedOp::Usage, source })
+    }
+
+    /// How the pool behaves.
+    ///
+    /// # Errors
+    /// [`OrderedError::Backend`].
+    pub fn options(&self) -> Outcome<PoolOptions, B> {
+        let options = self.shared.backend.pool_options(self.shared.pool());
+        options.map_err(|source| OrderedError::Backend { op: OrderedOp::Pool, source })
+    }
+
+    /// Changes how the pool behaves.
+    ///
+    /// # Errors
+    /// [`OrderedError::Backend`].
+    pub fn set_options(&self, options: PoolOptions) -> Outcome<(), B> {
+        let set = self.shared.backend.set_pool_options(self.shared.pool(), options);
+        set.map_err(|source| OrderedError::Backend { op: OrderedOp::Pool, source })
+    }
+
+    /// Bytes of requests that are allocated through this allocator.
+    pub fn allocated(&self) -> u64 {
+        self.shared.state.lock().allocated
+    }
+
+    /// Changes how many bytes may be allocated at once.
+    pub fn set_limit(&self, limit: Option<u64>) {
+        self.shared.state.lock().limit = limit;
+    }
+}
+
+impl<B: StreamOrdered> Shared<B> {
+    fn pool(&self) -> &B::Pool {
+        self.pool.as_ref().expect("there until it is dropped")
+    }
+
+    fn check_stream(&self, stream: &B::Stream) -> Outcome<(), B> {
+        let (device, expected) = (stream.device(), self.device);
+        if device == expected {
+            return Ok(());
+        }
+        Err(OrderedError::WrongDevice { stream: stream.id(), device, expected })
+    }
+
+    /// Counts a request, if the limit allows it.
+    fn claim(&self, bytes: u64) -> Outcome<(), B> {
+        let (allocated, limit) = {
+            let mut state = self.state.lock();
+            let allocated = state.allocated;
+            if state.limit.is_none_or(|limit| bytes <= limit.saturating_sub(allocated)) {
+                state.allocated += bytes;
+                return Ok(());
+            }
+            (allocated, state.limit)
+        };
+        Err(self.out_of_memory(bytes, allocated, limit))
+    }
+
+    fn out_of_memory(
+        &self,
+        requested: u64,
+        allocated: u64,
+        limit: Option<u64>,
+    ) -> OrderedError<B::Error> {
+        let reserved = self.backend.pool_usage(self.pool()).ok().map(|usage| usage.reserved);
+        OrderedError::OutOfMemory { device: self.device, requested, allocated, reserved, limit }
+    }
+
+    /// Memory from the pool. If there is none, the stream is waited for, the pool gives back what it
+    /// does not use, and it is asked once more.
+    fn obtain(&self, bytes: u64, stream: &B::Stream) -> Outcome<B::Ordered, B> {
+        let failed = |source| OrderedError::Backend { op: OrderedOp::Allocate, source };
+        let is_full = |error: &B::Error| error.kind() == ErrorKind::OutOfMemory;
+        match self.backend.allocate_ordered(self.pool(), bytes, stream) {
+            Err(error) if is_full(&error) => {}
+            result => return result.map_err(failed),
+        }
+        self.synchronise(stream)?;
+        let trimmed = self.backend.trim_pool(self.pool(), 0);
+        trimmed.map_err(|source| OrderedError::Backend { op: OrderedOp::Trim, source })?;
+        self.backend.allocate_ordered(self.pool(), bytes, stream).map_err(|error| {
+            if !is_full(&error) {
+                return failed(error);
+            }
+            let (allocated, limit) = {
+                let state = self.state.lock();
+                (state.allocated - bytes, state.limit)
+            };
+            self.out_of_memory(bytes, allocated, limit)
+        })
+    }
+
+    fn record(&self, stream: &B::Stream) -> Outcome<B::Event, B> {
+        let event = self.backend.record(stream);
+        event.map_err(|source| OrderedError::Backend { op: OrderedOp::Record, source })
+    }
+
+    fn synchronise(&self, stream: &B::Stream) -> Outcome<(), B> {
+        let event = self.record(stream)?;
+        let waited = self.backend.wait(&event);
+        waited.map_err(|source| OrderedError::Backend { op: OrderedOp::Wait, source })
+    }
+}
+
+impl<B: StreamOrdered + StreamWait> Shared<B> {
+    /// Frees memory after all streams that use it.
+    fn give_back(&self, live: Live<B>) -> Result<(), (Live<B>, OrderedError<B::Error>)> {
+        let last = if live.uses.is_empty() {
+            live.stream.clone()
+        } else {
+            if let Err(error) = self.unify(&live) {
+                return Err((live, error));
+            }
+            self.unifier.clone()
+        };
+        let Live { memory, stream, uses } = live;
+        self.backend.free_ordered(memory, &last).map_err(|Refused { value: memory, error }| {
+            let error = OrderedError::Backend { op: OrderedOp::Free, source: error };
+            (Live { memory, stream, uses }, error)
+        })
+    }
+
+    /// Orders the unifier after all streams that use the memory.
+    fn unify(&self, live: &Live<B>) -> Outcome<(), B> {
+        for stream in std::iter::once(&live.stream).chain(&live.uses) {
+            let event = self.record(stream)?;
+            let waited = self.backend.wait_event(&self.unifier, &event);
+            waited.map_err(|source| OrderedError::Backend { op: OrderedOp::Wait, source })?;
+        }
+        Ok(())
+    }
+}
+
+/// Frees are held up while it lives; see [`OrderedAllocator::hold_frees`].
+#[must_use = "frees are carried out when this is dropped"]
+pub struct FreeHold<B: StreamOrdered + StreamWait> {
+    allocator: OrderedAllocator<B>,
+}
+
+impl<B: StreamOrdered + StreamWait> fmt::Debug for FreeHold<B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("FreeHold").finish_non_exhaustive()
+    }
+}
+
+impl<B: StreamOrdered + StreamWait> Drop for FreeHold<B> {
+    fn drop(&mut self) {
+        let shared = &self.allocator.shared;
+        let held = {
+            let mut state = shared.state.lock();
+            state.holds -= 1;
+            if state.holds > 0 {
+                return;
+            }
+            std::mem::take(&mut state.held)
+        };
+        let refused = held.into_iter().filter_map(|live| shared.give_back(live).err());
+        let refused: Vec<_> = refused.collect();
+        // What cannot be freed stays allocated, and can be freed again.
+        let mut state = shared.state.lock();
+        for (live, _) in refused {
+            state.allocated += live.memory.bytes();
+            state.live.insert(live.memory.addr(), live);
+        }
+    }
+}
+
+impl<B: StreamOrdered> Drop for Shared<B> {
+    fn drop(&mut self) {
+        let Some(pool) = self.pool.take() else { return };
+        if self.is_private && self.state.get_mut().live.is_empty() {
+            // Fails when the driver is gone, and the pool with it.
+            let _ = self.backend.destroy_pool(pool);
+        }
+    }
+}

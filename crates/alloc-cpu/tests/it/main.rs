@@ -1,0 +1,7 @@
+//! CPU memory from outside.
+
+#![cfg(test)]
+
+mod collections;
+mod memory;
+mod profile;
