@@ -79,6 +79,20 @@ const PRODUCTS: &[Product] = &[
         profile: "dist",
     },
     Product {
+        package: "memory-manager",
+        selection: &["--test", "gpu"],
+        target: "gpu",
+        file: "memory-manager-gpu",
+        profile: TEST_PROFILE,
+    },
+    Product {
+        package: "memory-manager",
+        selection: &["--bench", "copies"],
+        target: "copies",
+        file: "memory-manager-bench",
+        profile: "dist",
+    },
+    Product {
         package: "alloc-torch",
         selection: &["--lib"],
         target: "alloc_torch",
@@ -107,7 +121,8 @@ const SCRIPTS: &[&str] = &[
 
 /// The test programs of a bundle, in order: the products and scripts that take `--require-gpu`, exit
 /// with [`NO_GPU`] and print a line `test NAME ... ok|FAILED|skipped` for each test.
-const TESTS: &[&str] = &["alloc-cuda-gpu", "alloc-host-cuda-gpu", "torch_check.py"];
+const TESTS: &[&str] =
+    &["alloc-cuda-gpu", "alloc-host-cuda-gpu", "memory-manager-gpu", "torch_check.py"];
 
 /// Folders of the repository that programs read at run time.
 const DATA: &[&str] = &["traces", "peers"];

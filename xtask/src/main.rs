@@ -10,6 +10,7 @@ mod gpu_test;
 mod loom;
 mod package;
 mod process;
+mod soak;
 mod test;
 mod tidy;
 mod workspace;
@@ -40,6 +41,7 @@ enum Verb {
     Clippy,
     Test(test::Args),
     Loom(loom::Args),
+    Soak(soak::Args),
     Docs(docs::Args),
     /// Package every published crate, then use the packages from outside the workspace
     ///
@@ -74,6 +76,7 @@ fn dispatch(verb: Verb) -> Result<()> {
         Verb::Clippy => clippy::run(&workspace),
         Verb::Test(args) => test::run(&workspace, &args),
         Verb::Loom(args) => loom::run(&workspace, &args),
+        Verb::Soak(args) => soak::run(&workspace, &args),
         Verb::Docs(args) => docs::run(&workspace, &args),
         Verb::Package => package::run(&workspace),
         Verb::GpuTest(args) => gpu_test::run(&workspace, &args),

@@ -63,6 +63,15 @@ pub enum AllocError<E> {
         /// Why.
         why: CheckpointFlaw,
     },
+    /// The source of a pool failed for another reason than lack of memory.
+    PoolSource {
+        /// Whose source.
+        pool: PoolId,
+        /// The call.
+        op: BackendOp,
+        /// What it said.
+        source: Box<dyn BackendError>,
+    },
     /// A backend call failed for another reason than lack of memory.
     Backend {
         /// The call.
@@ -128,6 +137,7 @@ pub enum BackendOp {
     Record,
     Query,
     Wait,
+    Capture,
     Memory,
     Reserve,
     Unreserve,
@@ -153,6 +163,7 @@ impl fmt::Display for BackendOp {
             BackendOp::Release => "release a segment",
             BackendOp::Record => "record an event",
             BackendOp::Query => "query an event",
+            BackendOp::Capture => "ask about a stream's capture",
             BackendOp::Wait => "wait for an event",
             BackendOp::Memory => "read the device's memory figures",
             BackendOp::Reserve => "reserve address space",
@@ -184,7 +195,12 @@ impl<E> AllocError<E> {
 impl<E: BackendError> AllocError<E> {
     /// Whether the device or driver is gone, so that no later call can succeed either.
     pub fn is_device_lost(&self) -> bool {
-        matches!(self, AllocError::Backend { source, .. } if source.kind() == ErrorKind::DeviceLost)
+        let kind = match self {
+            AllocError::Backend { source, .. } => source.kind(),
+            AllocError::PoolSource { source, .. } => source.kind(),
+            _ => return false,
+        };
+        kind == ErrorKind::DeviceLost
     }
 }
 
@@ -217,6 +233,9 @@ impl<E: fmt::Display> fmt::Display for AllocError<E> {
             AllocError::Checkpoint { pool, why } => {
                 write!(f, "checkpoint of pool {pool:?}: {why}")
             }
+            AllocError::PoolSource { pool, op, source } => {
+                write!(f, "the source of pool {pool:?} cannot {op}: {source}")
+            }
             AllocError::Backend { op, source } => write!(f, "cannot {op}: {source}"),
         }
     }
@@ -226,6 +245,7 @@ impl<E: Error + 'static> Error for AllocError<E> {
     fn source(&self) -> Option<&(dyn Error + 'static)> {
         match self {
             AllocError::Backend { source, .. } => Some(source),
+            AllocError::PoolSource { source, .. } => Some(&**source),
             _ => None,
         }
     }
@@ -245,8 +265,13 @@ pub enum LadderStep {
     UseOnOom,
     /// Cached oversize segments were given back.
     ReleaseOversize,
-    /// All pending events were waited for and all cached memory was given back.
+    /// All pending events were waited for, and nothing was given back because of a capture.
+    Wait,
+    /// All pending events were waited for and all cached memory was given back, but that of pools
+    /// that somebody refers to.
     ReleaseCached,
+    /// What was free in pools that somebody refers to was given back too.
+    ReleasePools,
 }
 
 impl LadderStep {
@@ -257,6 +282,8 @@ impl LadderStep {
             LadderStep::Grow => "growth",
             LadderStep::UseOnOom => "search of pools that are used on out of memory",
             LadderStep::ReleaseOversize => "release of oversize segments",
+            LadderStep::Wait => "wait for events",
+            LadderStep::ReleasePools => "release of what is free in pools",
             LadderStep::ReleaseCached => "wait for events and release of everything cached",
         }
     }

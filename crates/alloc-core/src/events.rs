@@ -2,12 +2,15 @@
 //!
 //! Events of one stream are reached in the order in which they were recorded, so only the head of a
 //! queue is ever asked. An unfinished stream never hides what another one has finished.
+//!
+//! Beside the queues are blocks that wait for a stream capture: there is no event for those.
 
-use crate::backend::{Backend, Stream};
+use crate::backend::{Backend, CaptureId, GraphNodeId, Stream};
 use crate::block::BlockId;
 use crate::config::EventOrder;
 use crate::units::StreamId;
 use parking_lot::{Condvar, Mutex};
+use smallvec::SmallVec;
 use std::collections::{BTreeMap, HashSet, VecDeque};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::thread::{self, ThreadId};
@@ -26,6 +29,24 @@ impl<E> Pending<E> {
     pub(crate) const fn new(event: E, heap: u32, block: BlockId) -> Self {
         Pending { event, heap, block, number: 0 }
     }
+}
+
+/// A block that was used on capturing streams.
+pub(crate) struct Deferred<S> {
+    /// Position of its heap in the allocator's table.
+    pub(crate) heap: u32,
+    pub(crate) block: BlockId,
+    /// The captures that its uses are part of, until they are over.
+    pub(crate) captured: SmallVec<[CaptureId; 1]>,
+    /// Streams that used it before they captured, and must record an event when they can again.
+    pub(crate) later: SmallVec<[S; 1]>,
+    pub(crate) proof: Option<Proof>,
+}
+
+/// What must come before a request of the same capture and stream for it to get the block.
+pub(crate) struct Proof {
+    pub(crate) capture: CaptureId,
+    pub(crate) nodes: Vec<GraphNodeId>,
 }
 
 struct Fifo<E> {
@@ -70,8 +91,10 @@ pub(crate) struct EventQueue<B: Backend> {
     fifos: Mutex<BTreeMap<StreamId, Fifo<B::Event>>>,
     /// Told whenever a head leaves a hand.
     let_go: Condvar,
-    /// Entries in all queues, those in hand included. Read on every allocation, written only when
-    /// blocks used across streams come and go.
+    /// In the order in which they were freed.
+    deferred: Mutex<Vec<Deferred<B::Stream>>>,
+    /// Entries in all queues, those in hand included, and deferred blocks. Read on every allocation,
+    /// written only when blocks used across streams come and go.
     pending: AtomicUsize,
     /// Entries that ever were in a queue.
     pushed: AtomicU64,
@@ -85,6 +108,7 @@ impl<B: Backend> EventQueue<B> {
         EventQueue {
             fifos: Mutex::new(BTreeMap::new()),
             let_go: Condvar::new(),
+            deferred: Mutex::new(Vec::new()),
             pending: AtomicUsize::new(0),
             pushed: AtomicU64::new(0),
             order,
@@ -188,9 +212,55 @@ impl<B: Backend> EventQueue<B> {
         })
     }
 
-    /// (heap, block) of every entry, for checks.
+    /// Keeps a block for later.
+    pub(crate) fn defer(&self, block: Deferred<B::Stream>) {
+        let mut deferred = self.deferred.lock();
+        deferred.push(block);
+        self.pending.fetch_add(1, Ordering::Release);
+    }
+
+    /// Whether the order of a capture may free blocks of a heap.
+    pub(crate) fn has_provable(&self, heap: u32, capture: CaptureId) -> bool {
+        self.deferred.lock().iter().any(|block| block.is_provable(heap, capture))
+    }
+
+    /// Takes the blocks of a heap out that requests of a capture may have after `past`.
+    pub(crate) fn take_proven(
+        &self,
+        heap: u32,
+        capture: CaptureId,
+        past: &HashSet<GraphNodeId>,
+    ) -> Vec<Deferred<B::Stream>> {
+        self.take_deferred(|block| {
+            let proof = block.proof.as_ref().filter(|_| block.is_provable(heap, capture));
+            proof.is_some_and(|proof| proof.nodes.iter().all(|node| past.contains(node)))
+        })
+    }
+
+    /// Takes the chosen deferred blocks out. Each counts until it is [`undeferred`](Self::undeferred).
+    pub(crate) fn take_deferred(
+        &self,
+        chosen: impl Fn(&Deferred<B::Stream>) -> bool,
+    ) -> Vec<Deferred<B::Stream>> {
+        self.deferred.lock().extract_if(.., |block| chosen(block)).collect()
+    }
+
+    /// A deferred block that was taken out is done with.
+    pub(crate) fn undeferred(&self) {
+        self.pending.fetch_sub(1, Ordering::Release);
+    }
+
+    /// (heap, block) of every entry and every deferred block, for checks.
     pub(crate) fn entries(&self) -> Vec<(u32, BlockId)> {
         let fifos = self.fifos.lock();
-        fifos.values().flat_map(|fifo| &fifo.entries).map(|e| (e.heap, e.block)).collect()
+        let queued = fifos.values().flat_map(|fifo| &fifo.entries).map(|e| (e.heap, e.block));
+        let deferred = self.deferred.lock();
+        queued.chain(deferred.iter().map(|block| (block.heap, block.block))).collect()
+    }
+}
+
+impl<S> Deferred<S> {
+    fn is_provable(&self, heap: u32, capture: CaptureId) -> bool {
+        self.heap == heap && self.proof.as_ref().is_some_and(|proof| proof.capture == capture)
     }
 }

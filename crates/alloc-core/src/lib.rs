@@ -24,9 +24,10 @@ pub mod trace;
 mod units;
 
 pub use allocator::{
-    Allocation, BlockSnapshot, BlockStatus, CachingAllocator, Checkpoint, EventHold, Export,
-    Located, MemPool, PoolInfo, PoolOptions, PoolPin, PoolRef, PoolScope, Restored, ScopeFilter,
-    SegmentSnapshot, ShareHold, Snapshot, StaleBlock, StreamHandle, ThreadScope, Violation,
+    Allocation, BlockSnapshot, BlockStatus, CachingAllocator, CaptureError, Checkpoint, Export,
+    GraphMemory, GraphState, Located, MemPool, PageSource, PoolInfo, PoolOptions, PoolPin, PoolRef,
+    PoolScope, Restored, ScopeFilter, SegmentSnapshot, SegmentSource, ShareHold, Snapshot,
+    SourceError, StaleBlock, StreamHandle, ThreadScope, Violation,
 };
 pub use config::{ConfError, Config, Policy, Settings};
 pub use error::{

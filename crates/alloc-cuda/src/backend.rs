@@ -10,7 +10,7 @@ use alloc_core::backend::{
     Backend, Completion, DeviceMemory, MemoryInfo, Refused, SEGMENT_ALIGN, VirtualMemory,
 };
 use alloc_core::{Addr, DeviceId};
-use cuda_driver::{AddressRange, Context, Driver, RelaxedCaptures};
+use cuda_driver::{AddressRange, Context, Device, Driver, RelaxedCaptures};
 use std::sync::Arc;
 
 /// All GPUs that the process sees, by their numbers. Clones are the same backend.
@@ -137,6 +137,11 @@ impl CudaBackend {
     /// [`CudaError::NoSuchDevice`].
     pub fn has_virtual_memory(&self, device: DeviceId) -> Result<bool, CudaError> {
         Ok(self.device(device)?.page_kind.is_some())
+    }
+
+    /// The driver's device of that number.
+    pub(crate) fn driver_device(&self, device: DeviceId) -> Result<Device, CudaError> {
+        Ok(self.device(device)?.device())
     }
 
     fn device(&self, device: DeviceId) -> Result<&Arc<DeviceState>, CudaError> {

@@ -50,6 +50,11 @@ impl CudaEvent {
         Ok(if reached { Completion::Reached } else { Completion::Pending })
     }
 
+    /// Makes what is queued on `stream` from now on wait for it.
+    pub(crate) fn order(&self, stream: &Stream) -> Result<(), CudaError> {
+        Ok(self.event().map_or(Ok(()), |event| stream.wait_event(event))?)
+    }
+
     /// Blocks until all work before it is done.
     pub(crate) fn wait(&self) -> Result<(), CudaError> {
         Ok(self.event().map_or(Ok(()), Event::synchronize)?)

@@ -11,6 +11,7 @@ mod event;
 #[cfg(feature = "cudarc")]
 #[expect(unsafe_code, reason = "hands addresses and stream handles to cudarc")]
 mod interop;
+mod ordered;
 mod segment;
 #[expect(unsafe_code, reason = "takes stream handles from outside")]
 mod stream;
@@ -29,6 +30,7 @@ pub use error::CudaError;
 pub use event::CudaEvent;
 #[cfg(feature = "cudarc")]
 pub use interop::{CudarcSlice, OtherStream};
+pub use ordered::{CudaOrdered, CudaPool};
 pub use segment::CudaSegment;
 pub use stream::CudaStream;
 pub use vmm::{CudaPage, CudaReservation};

@@ -110,6 +110,12 @@ impl CudaStream {
         matches!(self.state.origin, Origin::Foreign(_))
     }
 
+    /// Where this thread must queue what is to come after the stream's work so far and before its work
+    /// to come: the stream, or for another thread's default stream the legacy one.
+    pub(crate) fn order(&self) -> &Stream {
+        self.state.place_of_record()
+    }
+
     /// Records an event after all work queued so far.
     pub(crate) fn record(&self) -> Result<CudaEvent, CudaError> {
         let state = &*self.state;

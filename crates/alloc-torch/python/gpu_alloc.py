@@ -12,16 +12,22 @@ import json
 import torch
 
 _library = None
+_sources = []
 
 
-def install(path):
-    """Loads the library and makes it the allocator of all CUDA devices of this process."""
-    global _library
+def _load(path):
     library = ctypes.CDLL(path)
     library.gpu_alloc_stats.restype = ctypes.c_size_t
     library.gpu_alloc_last_error.restype = ctypes.c_size_t
     library.gpu_alloc_check.restype = ctypes.c_bool
     library.gpu_alloc_reset_peak_stats.restype = ctypes.c_bool
+    return library
+
+
+def install(path):
+    """Loads the library and makes it the allocator of all CUDA devices of this process."""
+    global _library
+    library = _load(path)
     allocator = torch.cuda.memory.CUDAPluggableAllocator(path, "gpu_alloc_malloc", "gpu_alloc_free")
     hooks = allocator.allocator()
     for setter, function in [
@@ -30,6 +36,7 @@ def install(path):
         ("set_memory_fraction_fn", "gpu_alloc_set_memory_fraction"),
         ("set_base_alloc_fn", "gpu_alloc_base"),
         ("set_record_stream_fn", "gpu_alloc_record_stream"),
+        ("set_begin_allocate_to_pool", "gpu_alloc_begin_pool"),
         ("set_end_allocate_to_pool_fn", "gpu_alloc_end_pool"),
         ("set_release_pool", "gpu_alloc_release_pool"),
     ]:
@@ -40,6 +47,18 @@ def install(path):
     torch.cuda.memory.change_current_allocator(allocator)
     _library = library
     return allocator
+
+
+def mem_pool(path):
+    """A torch.cuda.MemPool whose segments come from the library, while PyTorch's own allocator is the
+    one in charge. Use it with torch.cuda.use_mem_pool. `stats` tells what it holds."""
+    global _library
+    _library = _library or _load(path)
+    source = torch.cuda.memory.CUDAPluggableAllocator(path, "gpu_alloc_malloc", "gpu_alloc_free")
+    pool = torch.cuda.MemPool(source.allocator())
+    # Whoever frees its last segment needs the source.
+    _sources.append(source)
+    return pool
 
 
 def stats(device=0):

@@ -6,7 +6,7 @@
 
 use crate::config;
 use crate::plugin::{Failure, Plugin};
-use alloc_core::{Addr, DeviceId};
+use alloc_core::{Addr, DeviceId, PoolId};
 use alloc_cuda::CudaStream;
 use std::cell::RefCell;
 use std::ffi::{CString, c_char, c_int, c_void};
@@ -22,6 +22,12 @@ pub struct PoolKey {
     pub first: u64,
     /// Second of the pair.
     pub second: u64,
+}
+
+impl PoolKey {
+    fn id(self) -> PoolId {
+        PoolId(self.first, self.second)
+    }
 }
 
 thread_local! {
@@ -237,21 +243,29 @@ pub unsafe extern "C" fn gpu_alloc_base(block: *mut c_void, size: *mut usize) ->
     pointer(base)
 }
 
+/// `set_begin_allocate_to_pool`: a capture into `pool` is about to begin. The predicate is a
+/// `std::function` that PyTorch passes by the address of a copy of its own, and is not looked at.
+#[unsafe(no_mangle)]
+pub extern "C-unwind" fn gpu_alloc_begin_pool(
+    device_index: c_int,
+    pool: PoolKey,
+    _predicate: *const c_void,
+) {
+    if guarded(|| plugin()?.begin_pool(device(device_index), pool.id())).is_none() {
+        raise();
+    }
+}
+
 /// `set_end_allocate_to_pool_fn`: a capture into `pool` has ended.
 #[unsafe(no_mangle)]
 pub extern "C" fn gpu_alloc_end_pool(device_index: c_int, pool: PoolKey) {
-    reported("cannot end a pool", || {
-        plugin()?.end_pool(device(device_index), (pool.first, pool.second));
-        Ok(())
-    });
+    reported("cannot end a pool", || plugin()?.end_pool(device(device_index), pool.id()));
 }
 
 /// `set_release_pool`: the graphs of `pool` are gone, and their memory may go.
 #[unsafe(no_mangle)]
 pub extern "C" fn gpu_alloc_release_pool(device_index: c_int, pool: PoolKey) {
-    reported("cannot release a pool", || {
-        plugin()?.release_pool(device(device_index), (pool.first, pool.second))
-    });
+    reported("cannot release a pool", || plugin()?.release_pool(device(device_index), pool.id()));
 }
 
 /// Writes the statistics of a device, under PyTorch's names, as one JSON object to `buffer`: as much
@@ -340,6 +354,7 @@ mod tests {
         gpu_alloc_init(1);
         gpu_alloc_reset();
         gpu_alloc_set_memory_fraction(0.5, 0);
+        gpu_alloc_begin_pool(0, PoolKey { first: 1, second: 0 }, std::ptr::null());
         gpu_alloc_end_pool(0, PoolKey { first: 1, second: 0 });
         gpu_alloc_release_pool(0, PoolKey { first: 1, second: 0 });
         assert!(!gpu_alloc_check() && !gpu_alloc_reset_peak_stats(-1));

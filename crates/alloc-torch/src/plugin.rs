@@ -1,7 +1,7 @@
 //! What the C interface does, in safe terms.
 
-use crate::captured::{Captured, PoolNumber};
-use alloc_core::{Addr, AllocError, Config, DeviceId};
+use crate::graphs::Graphs;
+use alloc_core::{Addr, AllocError, Config, DeviceId, PoolId};
 use alloc_cuda::{CudaAllocError, CudaAllocator, CudaBackend, CudaError, CudaStream};
 use parking_lot::Mutex;
 use std::fmt::Write as _;
@@ -9,7 +9,7 @@ use std::fmt::Write as _;
 /// The allocator of the process, with what PyTorch needs around it.
 pub(crate) struct Plugin {
     allocator: CudaAllocator,
-    captured: Captured,
+    graphs: Graphs,
     /// Devices that have been allocated on.
     used: Mutex<Vec<DeviceId>>,
 }
@@ -25,7 +25,7 @@ impl Plugin {
 
     pub(crate) fn on(backend: CudaBackend, config: Config) -> Result<Plugin, Failure> {
         let allocator = CudaAllocator::on(backend, config).map_err(|error| error.to_string())?;
-        Ok(Plugin { allocator, captured: Captured::default(), used: Mutex::default() })
+        Ok(Plugin { allocator, graphs: Graphs::default(), used: Mutex::default() })
     }
 
     pub(crate) fn backend(&self) -> &CudaBackend {
@@ -36,43 +36,21 @@ impl Plugin {
     pub(crate) fn allocate(&self, bytes: u64, stream: &CudaStream) -> Result<Addr, Failure> {
         let device = device_of(stream);
         self.note_use(device);
-        let captured = is_captured(stream)?;
-        let _hold = captured.then(|| self.allocator.hold_events());
-        let addr = self.allocator.allocate_raw(bytes, stream).map_err(|error| describe(&error))?;
-        if captured && !addr.is_null() {
-            self.captured.add(device, addr);
-        }
-        Ok(addr)
+        self.graphs.meet(self.backend(), stream)?;
+        self.allocator.allocate_raw(bytes, stream).map_err(|error| describe(&error))
     }
 
     /// Gives a block back. Never fails where PyTorch could see it: a block that cannot be freed now
     /// stays allocated, and the reason is returned.
     pub(crate) fn free(&self, addr: Addr) -> Result<(), Failure> {
-        if self.captured.keeps(addr) {
-            return Ok(());
-        }
         let Err(error) = self.allocator.free_raw(addr) else { return Ok(()) };
-        if is_about_capture(&error)
-            && let Some(located) = self.allocator.locate(addr)
-        {
-            // It was used on a stream that is being captured now, so no event can tell when that
-            // use ends. It goes with the capture's pool.
-            self.captured.add(located.device, addr);
-            self.captured.keeps(addr);
-            return Ok(());
-        }
         // When the process ends the driver may be gone before the last tensor.
         if error.is_device_lost() { Ok(()) } else { Err(describe(&error)) }
     }
 
     /// `stream` uses the block at `addr` until it is freed. Memory of other allocators is ignored.
     pub(crate) fn record_stream(&self, addr: Addr, stream: &CudaStream) -> Result<(), Failure> {
-        if is_captured(stream)? {
-            if let Some(located) = self.allocator.locate(addr) {
-                self.captured.add(located.device, addr);
-            }
-            return Ok(());
-        }
+        self.graphs.meet(self.backend(), stream)?;
         match self.allocator.record_stream_raw(addr, stream) {
             Ok(()) | Err(AllocError::UnknownAddress { .. }) => Ok(()),
             Err(error) => Err(describe(&error)),
@@ -81,6 +59,7 @@ impl Plugin {
 
     /// Gives cached memory back to the driver.
     pub(crate) fn empty_cache(&self) -> Result<(), Failure> {
+        self.graphs.catch_up(|device| self.wait_for(device))?;
         self.allocator.empty_cache().map_err(|error| describe(&error))
     }
 
@@ -100,13 +79,25 @@ impl Plugin {
         Some((segment.addr, segment.bytes))
     }
 
-    pub(crate) fn end_pool(&self, device: DeviceId, pool: PoolNumber) {
-        self.captured.end(device, pool);
+    /// A capture into `pool` is about to begin.
+    pub(crate) fn begin_pool(&self, device: DeviceId, pool: PoolId) -> Result<(), Failure> {
+        self.graphs.begin(&self.allocator, device, pool)
     }
 
-    pub(crate) fn release_pool(&self, device: DeviceId, pool: PoolNumber) -> Result<(), Failure> {
-        let freed = self.captured.release(device, pool);
-        freed.into_iter().try_for_each(|addr| self.free(addr))
+    /// It is over.
+    pub(crate) fn end_pool(&self, device: DeviceId, pool: PoolId) -> Result<(), Failure> {
+        self.graphs.end(device, pool)
+    }
+
+    /// A graph of `pool` is gone. PyTorch does not say where it was replayed, so its memory waits for
+    /// the whole device.
+    pub(crate) fn release_pool(&self, device: DeviceId, pool: PoolId) -> Result<(), Failure> {
+        self.graphs.release(device, pool, |device| self.wait_for(device))
+    }
+
+    /// Waits for all work of a device.
+    fn wait_for(&self, device: DeviceId) -> Result<(), CudaError> {
+        Ok(self.backend().context(device)?.synchronize()?)
     }
 
     /// The statistics of a device under PyTorch's names, as one JSON object.
@@ -155,19 +146,6 @@ fn device_of(stream: &CudaStream) -> DeviceId {
     stream.device()
 }
 
-/// Whether work of the stream is captured. Default streams never are.
-fn is_captured(stream: &CudaStream) -> Result<bool, Failure> {
-    if !stream.is_foreign() {
-        return Ok(false);
-    }
-    stream.is_captured().map_err(|error| error.to_string())
-}
-
-fn is_about_capture(error: &CudaAllocError) -> bool {
-    let AllocError::Backend { source: CudaError::Driver(error), .. } = error else { return false };
-    error.code == alloc_cuda::driver::code::STREAM_CAPTURE_UNSUPPORTED
-}
-
 /// PyTorch programs look for "out of memory" in the text.
 fn describe(error: &CudaAllocError) -> Failure {
     if error.is_out_of_memory() { format!("CUDA {error}") } else { error.to_string() }
@@ -177,7 +155,7 @@ fn describe(error: &CudaAllocError) -> Failure {
 mod tests {
     use super::*;
     use alloc_cuda::driver::fake::Session;
-    use alloc_cuda::driver::{CaptureMode, Stream};
+    use alloc_cuda::driver::{CaptureMode, ExecutableGraph, Stream};
     use std::sync::mpsc;
 
     const MIB: u64 = 1 << 20;
@@ -268,31 +246,107 @@ mod tests {
         assert!(rig.plugin.stats(DeviceId::new(9)).is_err());
     }
 
+    /// A capture as PyTorch makes one, between its hooks.
+    fn capture(
+        rig: &Rig,
+        stream: &CudaStream,
+        pool: PoolId,
+        work: impl FnOnce(),
+    ) -> ExecutableGraph {
+        rig.plugin.begin_pool(FIRST, pool).expect("announced");
+        stream.driver_stream().begin_capture(CaptureMode::Global).expect("begin");
+        work();
+        let graph = stream.driver_stream().end_capture().expect("the capture is whole");
+        rig.plugin.end_pool(FIRST, pool).expect("ended");
+        graph.instantiate().expect("instantiates")
+    }
+
     #[test]
     fn memory_of_a_graph_stays_until_its_pool_is_released() {
         let rig = rig("");
         let (main, captured) = (rig.default_stream(), rig.foreign());
+        let pool = PoolId(1, 0);
         let outer = rig.allocate(3 * MIB, &main);
         let pending = rig.allocate(3 * MIB, &main);
         rig.plugin.record_stream(pending, &captured).expect("records");
-
-        captured.driver_stream().begin_capture(CaptureMode::Global).expect("begin");
-        let inner = rig.allocate(3 * MIB, &captured);
-        rig.plugin.free(inner).expect("set aside");
-        assert_ne!(rig.allocate(3 * MIB, &captured), inner, "the graph writes there");
-        rig.plugin.record_stream(outer, &captured).expect("the graph uses it");
-        rig.plugin.free(outer).expect("set aside");
-        rig.plugin.free(pending).expect("no event can be recorded now");
-        captured.driver_stream().end_capture().expect("the capture is whole");
-        rig.plugin.end_pool(FIRST, (1, 0));
-
-        let fresh = rig.allocate(3 * MIB, &main);
-        assert!(fresh != outer && fresh != pending);
-        rig.plugin.release_pool(FIRST, (2, 0)).expect("no such pool");
-        rig.plugin.release_pool(FIRST, (1, 0)).expect("releases");
-        let again = [0; 2].map(|_| rig.allocate(3 * MIB, &main));
-        assert!(again.contains(&outer), "{again:?}");
+        let mut inner = Addr::NULL;
+        let graph = capture(&rig, &captured, pool, || {
+            inner = rig.allocate(3 * MIB, &captured);
+            rig.plugin.free(inner).expect("frees");
+            let again = rig.allocate(3 * MIB, &captured);
+            assert_eq!(again, inner, "a capture reuses its memory");
+            rig.plugin.free(again).expect("frees");
+            rig.plugin.record_stream(outer, &captured).expect("records");
+            rig.plugin.free(outer).expect("frees");
+            rig.plugin.free(pending).expect("no event can be recorded now");
+            assert!(![outer, pending].contains(&rig.allocate(3 * MIB, &main)), "not over yet");
+        });
+        let eager = [0; 3].map(|_| rig.allocate(3 * MIB, &main));
+        assert!(eager.contains(&outer) && eager.contains(&pending), "settled: {eager:?}");
+        assert!(!eager.contains(&inner));
+        rig.plugin.empty_cache().expect("empties");
+        rig.plugin.release_pool(FIRST, PoolId(2, 0)).expect("no such pool");
+        assert_ne!(rig.allocate(3 * MIB, &captured), inner, "the graph is there");
+        drop(graph);
+        rig.plugin.release_pool(FIRST, pool).expect("releases");
+        rig.plugin.empty_cache().expect("empties");
+        let stats = rig.plugin.stats(FIRST).expect("stats");
+        assert!(stats.contains("\"allocated_bytes.all.current\": 15728640"), "{stats}");
         rig.plugin.check().expect("sound");
+    }
+
+    #[test]
+    fn captures_share_pools_fail_and_are_empty() {
+        let rig = rig("");
+        let captured = rig.foreign();
+        let pool = PoolId(1, 0);
+        let mut addrs = Vec::new();
+        let graphs = [0; 2].map(|_| {
+            capture(&rig, &captured, pool, || {
+                let block = rig.allocate(3 * MIB, &captured);
+                addrs.push(block);
+                rig.plugin.free(block).expect("frees");
+            })
+        });
+        assert_eq!(addrs[0], addrs[1], "one after the other");
+        drop(graphs);
+        // A capture that fails, of which PyTorch never says that it is over.
+        rig.plugin.begin_pool(FIRST, PoolId(2, 0)).expect("announced");
+        captured.driver_stream().begin_capture(CaptureMode::Global).expect("begin");
+        let lost = rig.allocate(3 * MIB, &captured);
+        let memory =
+            alloc_cuda::driver::DeviceMemory::allocate(captured.driver_stream().context(), 4);
+        assert!(memory.is_err(), "forbidden, and the capture is broken");
+        captured.driver_stream().end_capture().expect_err("broken");
+        rig.plugin.free(lost).expect("frees");
+        // One without any request.
+        drop(capture(&rig, &captured, PoolId(3, 0), || ()));
+        for pool in [PoolId(3, 0), pool, pool] {
+            rig.plugin.release_pool(FIRST, pool).expect("releases");
+        }
+        rig.plugin.empty_cache().expect("empties");
+        let stats = rig.plugin.stats(FIRST).expect("stats");
+        assert!(stats.contains("\"reserved_bytes.all.current\": 0"), "{stats}");
+        rig.plugin.check().expect("sound");
+    }
+
+    /// A graph's memory is not let go of while another one is captured: that is no time to wait.
+    #[test]
+    fn a_release_waits_for_captures_to_end() {
+        let rig = rig("");
+        let (first, second) = (rig.foreign(), rig.foreign());
+        let graph = capture(&rig, &first, PoolId(1, 0), || {
+            let block = rig.allocate(3 * MIB, &first);
+            rig.plugin.free(block).expect("frees");
+        });
+        let other = capture(&rig, &second, PoolId(2, 0), || {
+            drop(graph);
+            rig.plugin.release_pool(FIRST, PoolId(1, 0)).expect("put off");
+            assert_eq!(rig.plugin.allocator.pools(FIRST).expect("pools").len(), 2);
+        });
+        rig.plugin.empty_cache().expect("catches up");
+        assert!(rig.plugin.allocator.pools(FIRST).expect("pools").is_empty());
+        drop(other);
     }
 
     #[test]

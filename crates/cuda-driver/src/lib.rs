@@ -24,7 +24,7 @@ pub use event::Event;
 pub use host::HostFlags;
 pub use loader::{Driver, LoadError, Version};
 pub use memory::{DeviceMemory, MemoryInfo};
-pub use mempool::{MemoryPool, PoolCounter};
+pub use mempool::{MemoryPool, PoolCounter, PoolMemory, PoolReuseRule};
 pub use module::{Argument, Kernel, Module, Shape};
 pub use stream::{CaptureStatus, Stream};
 pub use vmm::{AddressRange, PhysicalKind, PhysicalMemory};

@@ -195,7 +195,10 @@ symbols! {
     mem_pool_get_attribute =
         cuMemPoolGetAttribute(sys::CUmemoryPool, sys::CUmemPool_attribute, *mut c_void);
     mem_pool_trim_to = cuMemPoolTrimTo(sys::CUmemoryPool, usize);
-    mem_alloc_async = cuMemAllocAsync(*mut sys::CUdeviceptr, usize, sys::CUstream);
+    mem_pool_create = cuMemPoolCreate(*mut sys::CUmemoryPool, *const sys::CUmemPoolProps);
+    mem_pool_destroy = cuMemPoolDestroy(sys::CUmemoryPool);
+    mem_alloc_from_pool_async =
+        cuMemAllocFromPoolAsync(*mut sys::CUdeviceptr, usize, sys::CUmemoryPool, sys::CUstream);
     mem_free_async = cuMemFreeAsync(sys::CUdeviceptr, sys::CUstream);
 
     module_load_data = cuModuleLoadData(*mut sys::CUmodule, *const c_void);

@@ -278,7 +278,8 @@ impl Sim {
     fn judge_replay(&mut self, stream: &MockStream, touch: &Touch) {
         let &Touch { addr, bytes, ref pieces, client } = touch;
         let on = Some(stream.index);
-        let now = self.memory.translate(addr, bytes, stream.device);
+        // Whether its devices may access it was judged when it was captured.
+        let now = self.memory.pieces(addr, bytes);
         if now.as_ref() != Ok(pieces) {
             self.violate(Rule::ReplayWithoutMemory, (on, None), (addr, bytes));
         }

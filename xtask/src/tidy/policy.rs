@@ -73,9 +73,9 @@ pub(super) const CRATES: &[CratePolicy] = &[
     },
     CratePolicy {
         name: "memory-manager",
-        uses: &["alloc-core"],
+        uses: &["alloc-api", "alloc-core", "alloc-cuda", "alloc-host-cuda", "cuda-driver"],
         outside: Outside::Any,
-        unsafe_in: &["src/transfer"],
+        unsafe_in: &["src/abi", "src/cuda", "tests/gpu", "tests/c"],
     },
     CratePolicy {
         // On a GPU it measures, and shows that the simulator predicts; the driver is loaded at run time.

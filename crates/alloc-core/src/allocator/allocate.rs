@@ -48,7 +48,7 @@ impl<B: Backend> Shared<B> {
     #[inline(never)]
     fn allocate_in_full(&self, cell: &HeapCell<B>, requested: u64) -> AllocResult<Allocation, B> {
         if !cell.home.pools.scopes.is_empty()
-            && let Some(routed) = self.route(cell)
+            && let Some(routed) = self.route(cell)?
         {
             return self.allocate_here(&routed.cell, requested);
         }
@@ -76,8 +76,8 @@ impl<B: Backend> Shared<B> {
             });
         }
         let mut op = self.begin();
-        if !cell.home.events.is_empty() && self.may_use_events() {
-            self.process_events(cell.device, &mut op.trace)?;
+        if !cell.home.events.is_empty() {
+            self.free_what_is_done(cell, &mut op.trace)?;
         }
         let found =
             self.edit(cell, &mut op.trace, |body, ledger| body.serve_cached(requested, ledger));

@@ -2,9 +2,9 @@
 //!
 //! The numbers are those of `docs/invariants.md`.
 
-use super::pools::check_pools;
+use super::pools::{OwnSource, check_pools, is_same};
 use super::{CachingAllocator, Device, HeapBody, HeapCell, Paging, Shared};
-use crate::backend::{Backend, SEGMENT_ALIGN, Segment};
+use crate::backend::{Backend, SEGMENT_ALIGN};
 use crate::block::{Block, BlockId, BlockState};
 use crate::directory::Owner;
 use crate::handles::Layout;
@@ -51,6 +51,7 @@ impl<B: Backend> CachingAllocator<B> {
         for (index, device) in shared.devices.iter().enumerate() {
             shared.check_device(DeviceId::new(index as u16), device, &mut ranges)?;
         }
+        shared.check_captures()?;
         check_disjoint(&ranges)
     }
 }
@@ -93,7 +94,7 @@ impl<B: Backend> Shared<B> {
                 })?;
                 check_tiling(&body.heap, segment_id, segment)?;
                 self.check_directory(&cell, &body.heap, segment_id, segment)?;
-                if let Some(Paging::Handles(store)) = &self.paging
+                if let Some(Paging::Handles(store)) = self.paging_of(&body.source)
                     && segment.is_expandable()
                 {
                     check_homes(&body.heap, segment, &store.layout())?;
@@ -107,16 +108,28 @@ impl<B: Backend> Shared<B> {
         })?;
         check_pools(device)?;
         self.check_sums(id, device, &sums)?;
-        self.check_pages(id, device)
+        self.check_pages(id, device, &None)?;
+        for source in device.pools.sources() {
+            self.check_pages(id, device, &Some(source))?;
+        }
+        Ok(())
     }
 
-    /// E1, E2: expandable segments are the reservations, and their mapped blocks cover exactly the
+    /// E1, E2: expandable segments of a source are its reservations, and their mapped blocks cover exactly the
     /// pages mapped there.
-    fn check_pages(&self, id: DeviceId, device: &Device<B>) -> Result<(), Violation> {
-        let Some(paging) = &self.paging else { return Ok(()) };
+    fn check_pages(
+        &self,
+        id: DeviceId,
+        device: &Device<B>,
+        source: &OwnSource<B>,
+    ) -> Result<(), Violation> {
+        let Some(paging) = self.paging_of(source) else { return Ok(()) };
         let mut mapped = paging.pager().mapped(id);
         for cell in device.heaps() {
             let state = cell.state.lock();
+            if !is_same(source, &state.body.source) {
+                continue;
+            }
             let heap = &state.body.heap;
             for (_, segment) in heap.segments.iter().filter(|(_, s)| s.is_expandable()) {
                 let base = segment.base;

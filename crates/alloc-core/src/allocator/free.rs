@@ -1,9 +1,10 @@
 //! Giving blocks back, and remembering which streams used them.
 
-use super::{AllocResult, Allocation, HeapBody, HeapCell, Shared};
+use super::captures::Waits;
+use super::{AllocResult, Allocation, HeapBody, HeapCell, Shared, Use};
 use crate::backend::{Backend, Stream};
 use crate::block::{BlockId, BlockIdx, BlockState};
-use crate::error::{AllocError, BackendOp};
+use crate::error::AllocError;
 use crate::events::Pending;
 use crate::trace::TraceBuffer;
 use crate::units::Addr;
@@ -85,23 +86,26 @@ impl<B: Backend> Shared<B> {
         loop {
             let uses = cell.state.lock().body.uses_of(id, addr);
             let uses = uses.ok_or(AllocError::UnknownAddress { addr })?;
-            let events = self
-                .record_all(&uses)
-                .map_err(|source| AllocError::Backend { op: BackendOp::Record, source })?;
+            // One event on each stream, recorded at the time of the free (spec §3.4), or none at all.
+            let Waits { events, deferred } = self.waits_of(cell, &uses)?;
             let freed = self.edit(cell, trace, |body, ledger| {
                 // Unless a use was recorded meanwhile, or the block was freed.
                 if body.uses_of(id, addr).is_none_or(|now| now.len() != uses.len()) {
                     return false;
                 }
                 let block = body.forget_uses(id);
-                let pending = events.len() as u32 + body.shares_of(block);
+                let pending =
+                    events.len() as u32 + u32::from(deferred.is_some()) + body.shares_of(block);
                 if pending == 0 {
                     body.heap.free(block, ledger);
                     return true;
                 }
                 body.heap.request_free(block, pending, ledger);
-                for (stream, event) in uses.iter().zip(events) {
-                    queue.push(stream, Pending::new(event, cell.index, id));
+                for (stream, event) in events {
+                    queue.push(&stream, Pending::new(event, cell.index, id));
+                }
+                if let Some(deferred) = deferred {
+                    queue.defer(deferred.of(cell.index, id));
                 }
                 true
             });
@@ -109,11 +113,6 @@ impl<B: Backend> Shared<B> {
                 return Ok(());
             }
         }
-    }
-
-    /// One event on each stream, recorded at the time of the free (spec §3.4), or none at all.
-    fn record_all(&self, streams: &[B::Stream]) -> Result<SmallVec<[B::Event; 2]>, B::Error> {
-        streams.iter().map(|stream| self.backend.record(stream)).collect()
     }
 
     pub(super) fn record_stream(
@@ -139,6 +138,7 @@ impl<B: Backend> Shared<B> {
         addr: Addr,
         stream: &B::Stream,
     ) -> AllocResult<(), B> {
+        let capture = self.capture_of_use(stream)?;
         let mut state = cell.state.lock();
         let body = &mut state.body;
         let block = body.live(id, addr).ok_or(AllocError::UnknownAddress { addr })?;
@@ -147,8 +147,8 @@ impl<B: Backend> Shared<B> {
         }
         body.heap.blocks[block].used = true;
         let uses = body.uses.entry(block).or_default();
-        if uses.iter().all(|used| used.id() != stream.id()) {
-            uses.push(stream.clone());
+        if uses.iter().all(|used| used.stream.id() != stream.id() || used.capture != capture) {
+            uses.push(Use { stream: stream.clone(), capture });
         }
         Ok(())
     }
@@ -170,8 +170,8 @@ impl<B: Backend> HeapCell<B> {
 }
 
 impl<B: Backend> HeapBody<B> {
-    /// The streams that used a block; `None` if it is not live.
-    fn uses_of(&self, id: BlockId, addr: Addr) -> Option<SmallVec<[B::Stream; 2]>> {
+    /// The uses of a block on other streams; `None` if it is not live.
+    fn uses_of(&self, id: BlockId, addr: Addr) -> Option<SmallVec<[Use<B::Stream>; 2]>> {
         let block = self.live(id, addr)?;
         Some(self.uses.get(&block).cloned().unwrap_or_default())
     }

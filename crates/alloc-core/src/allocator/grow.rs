@@ -1,8 +1,9 @@
 //! Obtaining memory from the backend for one request. Runs under the growth lock of the device.
 
 use super::allocate::HandedOut;
+use super::pools::Token;
 use super::{AllocResult, Device, HeapCell, Paging, Shared};
-use crate::backend::{Backend, BackendError, ErrorKind, SEGMENT_ALIGN, Segment};
+use crate::backend::{Backend, BackendError, ErrorKind, SEGMENT_ALIGN};
 use crate::block::{BlockIdx, BlockState};
 use crate::directory::{ADDRESS_END, Owner};
 use crate::error::{AddressSpaceLack, AllocError, BackendOp};
@@ -45,7 +46,9 @@ impl<B: Backend> Shared<B> {
         waiting: bool,
         trace: &mut TraceBuffer,
     ) -> AllocResult<Grown<HandedOut>, B> {
-        if let Some(Paging::Handles(store)) = &self.paging
+        let source = cell.owner().1;
+        let paging = self.paging_of(&source);
+        if let Some(Paging::Handles(store)) = paging
             && request.expandable
             && let Some(_paging) = self.devices[cell.device.index()].begin_paging()
         {
@@ -57,7 +60,7 @@ impl<B: Backend> Shared<B> {
         if !device.limit().is_none_or(within) {
             return Ok(Err(Shortage::Memory));
         }
-        if let Some(paging) = self.paging.as_ref().filter(|_| request.expandable)
+        if let Some(paging) = paging.filter(|_| request.expandable)
             && let Some(_paging) = device.begin_paging()
         {
             return self.grow_expandable(paging.pager(), cell, request, trace);
@@ -77,11 +80,10 @@ impl<B: Backend> Shared<B> {
         bytes: u64,
         trace: &mut TraceBuffer,
     ) -> AllocResult<Grown<HandedOut>, B> {
-        let acquired = self.backend.acquire(cell.device, bytes, &cell.stream);
-        let Some(segment) = unless_out_of_memory(BackendOp::Acquire, acquired)? else {
+        let Some(segment) = self.acquire_segment(cell, bytes)? else {
             return Ok(Err(Shortage::Memory));
         };
-        let segment = self.vetted(segment, bytes)?;
+        let segment = self.vetted(cell, segment, bytes)?;
         self.account_growth(&self.devices[cell.device.index()], bytes);
         let block = self.edit(cell, trace, |body, ledger| {
             let id = body.heap.segments.next_id();
@@ -102,14 +104,19 @@ impl<B: Backend> Shared<B> {
 
     /// Checks a new segment against the contract. One that must not be used goes back, unless giving
     /// it back could take a live one along.
-    fn vetted(&self, segment: B::Segment, bytes: u64) -> AllocResult<B::Segment, B> {
+    fn vetted(
+        &self,
+        cell: &HeapCell<B>,
+        segment: Token<B>,
+        bytes: u64,
+    ) -> AllocResult<Token<B>, B> {
         let (base, actual) = (segment.base(), segment.bytes());
         let Some(Flaw { why, returnable }) = self.flaw(base, actual, bytes) else {
             return Ok(segment);
         };
         if returnable {
             // Whether this works or not, the caller learns what is wrong with the backend.
-            let _ = self.backend.release(segment);
+            let _ = self.give_segment(cell, segment);
         }
         Err(AllocError::BadSegment { base, bytes: actual, why })
     }

@@ -57,13 +57,8 @@ impl<B: Backend> Shared<B> {
         trace: &mut TraceBuffer,
         steps: &mut Vec<LadderStep>,
     ) -> AllocResult<Grown<HandedOut>, B> {
-        if !self.may_use_events() {
-            // Giving memory back waits for the device, which is as forbidden as waiting for events.
-            steps.push(LadderStep::Grow);
-            let grown = self.grow(cell, request, false, trace)?;
-            return Ok(grown.or_else(|shortage| {
-                self.lent_by_pools(cell, request, steps, trace).ok_or(shortage)
-            }));
+        if self.captures_under_way() {
+            return self.climb_beside_captures(cell, request, trace, steps);
         }
         if self.collect_garbage(cell, request, trace)? {
             steps.push(LadderStep::GarbageCollection);
@@ -97,9 +92,47 @@ impl<B: Backend> Shared<B> {
             if let Ok(block) = self.grow(cell, request, true, trace)? {
                 return Ok(Ok(block));
             }
+            if let Some(block) = self.lent_by_pools(cell, request, steps, trace) {
+                return Ok(Ok(block));
+            }
         }
         self.release_cached(cell.device, trace)?;
+        let grown = self.grow(cell, request, true, trace)?;
+        // PyTorch leaves pools in use alone.
+        if grown.is_ok() || self.policy == Policy::Pytorch {
+            return Ok(grown);
+        }
+        if !self.release_referenced(cell.device, trace)? {
+            return Ok(grown);
+        }
+        steps.push(LadderStep::ReleasePools);
         self.grow(cell, request, true, trace)
+    }
+
+    /// The steps that disturb no capture: giving memory back would (I9).
+    fn climb_beside_captures(
+        &self,
+        cell: &HeapCell<B>,
+        request: &Request,
+        trace: &mut TraceBuffer,
+        steps: &mut Vec<LadderStep>,
+    ) -> AllocResult<Grown<HandedOut>, B> {
+        steps.push(LadderStep::Grow);
+        let shortage = match self.grow(cell, request, false, trace)? {
+            Ok(block) => return Ok(Ok(block)),
+            Err(shortage) => shortage,
+        };
+        if let Some(block) = self.lent_by_pools(cell, request, steps, trace) {
+            return Ok(Ok(block));
+        }
+        if !self.may_process_events(self.capture_status(&cell.stream)?) {
+            return Ok(Err(shortage));
+        }
+        steps.push(LadderStep::Wait);
+        match self.wait_until_served(cell, request, trace)? {
+            Some(block) => Ok(Ok(block)),
+            None => self.grow(cell, request, true, trace),
+        }
     }
 
     /// Waits for events, the oldest first, until the request can be served or none is left.

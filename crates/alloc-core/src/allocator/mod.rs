@@ -6,6 +6,7 @@
 //! no hit ever takes.
 
 mod allocate;
+mod captures;
 mod check;
 mod free;
 mod grow;
@@ -17,15 +18,16 @@ mod reclaim;
 mod share;
 mod snapshot;
 
+pub use captures::{CaptureError, GraphMemory, GraphState};
 pub use check::Violation;
 pub use pools::{
-    Checkpoint, MemPool, PoolInfo, PoolOptions, PoolPin, PoolRef, PoolScope, Restored, ScopeFilter,
-    StaleBlock, ThreadScope,
+    Checkpoint, MemPool, PageSource, PoolInfo, PoolOptions, PoolPin, PoolRef, PoolScope, Restored,
+    ScopeFilter, SegmentSource, SourceError, StaleBlock, ThreadScope,
 };
 pub use share::{Export, ShareHold};
 pub use snapshot::{BlockSnapshot, BlockStatus, SegmentSnapshot, Snapshot};
 
-use crate::backend::{Backend, DeviceMemory, MemoryInfo, Stream, VirtualMemory};
+use crate::backend::{Backend, CaptureId, DeviceMemory, MemoryInfo, Stream, VirtualMemory};
 use crate::block::{BlockId, BlockIdx, BlockState};
 use crate::config::{Config, Policy, Rules, Settings};
 use crate::directory::Directory;
@@ -39,8 +41,9 @@ use crate::stats::{Counters, DeviceStats, StatTable};
 use crate::table::AppendTable;
 use crate::trace::{TraceBuffer, TraceSink};
 use crate::units::{Addr, DeviceId, PoolId, StreamId};
+use captures::Captures;
 use parking_lot::{Mutex, ReentrantMutex, RwLock};
-use pools::{Pool, Pools};
+use pools::{OwnSource, Pool, Pools, Source, Token};
 use smallvec::SmallVec;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -117,12 +120,21 @@ struct HeapBody<B: Backend> {
     index: u32,
     heap: Heap,
     pool: Arc<Pool>,
+    source: OwnSource<B>,
     /// Tokens of the segments obtained whole.
-    tokens: HashMap<SegmentId, B::Segment>,
-    /// Streams other than the heap's own that a live block was used on.
-    uses: HashMap<BlockIdx, SmallVec<[B::Stream; 2]>>,
+    tokens: HashMap<SegmentId, Token<B>>,
+    /// Uses of live blocks on streams other than the heap's own.
+    uses: HashMap<BlockIdx, SmallVec<[Use<B::Stream>; 2]>>,
     /// How many [`ShareHold`]s there are on a live or draining block, if any.
     shares: HashMap<BlockIdx, u32>,
+}
+
+/// A use of a block on another stream than its heap's.
+#[derive(Clone)]
+struct Use<S> {
+    stream: S,
+    /// The capture that it is part of.
+    capture: Option<CaptureId>,
 }
 
 /// What the heaps of one device share.
@@ -172,6 +184,12 @@ impl<B: Backend> HeapCell<B> {
     fn pool(&self) -> Arc<Pool> {
         Arc::clone(&self.state.lock().body.pool)
     }
+
+    /// The pool, and where its memory comes from.
+    fn owner(&self) -> (Arc<Pool>, OwnSource<B>) {
+        let state = self.state.lock();
+        (Arc::clone(&state.body.pool), state.body.source.clone())
+    }
 }
 
 /// The heaps of one device.
@@ -198,6 +216,7 @@ impl<B: Backend> Heaps<B> {
         let streams: Vec<_> = self.of_pool(pool).map(|cell| cell.stream_id).collect();
         for stream in streams {
             if let Some(cell) = self.by_owner.remove(&(pool, stream)) {
+                cell.state.lock().body.source = None;
                 self.vacant.entry(stream).or_default().push(cell);
             }
         }
@@ -288,8 +307,7 @@ struct Shared<B: Backend> {
     clock: RwLock<Option<Clock>>,
     tracing: AtomicBool,
     sink: RwLock<Option<Arc<dyn TraceSink>>>,
-    /// [`EventHold`]s in force.
-    holds: AtomicU32,
+    captures: Captures<B>,
     /// Numbers of the next pools; see [`PoolId`].
     next_user_pool: AtomicU64,
     next_capture_pool: AtomicU64,
@@ -380,7 +398,7 @@ impl<B: Backend + MemoryInfo> CachingAllocator<B> {
                 clock: RwLock::new(None),
                 tracing: AtomicBool::new(false),
                 sink: RwLock::new(None),
-                holds: AtomicU32::new(0),
+                captures: Captures::new(),
                 next_user_pool: AtomicU64::new(1),
                 next_capture_pool: AtomicU64::new(1),
                 callbacks: Mutex::new(BTreeMap::new()),
@@ -513,7 +531,8 @@ impl<B: Backend> CachingAllocator<B> {
         self.shared.record_stream_raw(addr, stream)
     }
 
-    /// Waits for all pending events and gives all cached memory of every device back.
+    /// Waits for all pending events and gives all cached memory of every device back. Does nothing
+    /// while a graph is being captured: giving memory back would spoil the capture.
     ///
     /// # Errors
     /// [`AllocError::Backend`] at the first call that fails; what was given back before stays so.
@@ -620,7 +639,7 @@ impl<B: Backend> CachingAllocator<B> {
 
     /// Whether requests use and grow expandable segments now.
     pub fn expandable_segments(&self) -> bool {
-        self.shared.rules(&self.shared.settings.lock(), false).expandable
+        self.shared.expands(&self.shared.settings.lock())
     }
 
     /// Turns expandable segments on or off for later requests (spec §4.9).
@@ -677,35 +696,9 @@ impl<B: Backend> CachingAllocator<B> {
         self.shared.observers.lock().push(Arc::new(observer));
     }
 
-    /// Until the hold is dropped, no event is recorded, queried or waited for but those that a free
-    /// needs, and no cached memory is given back: what a front asks for while a stream is captured
-    /// into a graph, when such calls fail or spoil the capture. Requests are served from what is
-    /// cached and from new memory. Holds may overlap.
-    pub fn hold_events(&self) -> EventHold<B> {
-        self.shared.holds.fetch_add(1, Ordering::Relaxed);
-        EventHold { shared: Arc::clone(&self.shared) }
-    }
-
     /// The block that is handed out at `addr`, or `None`.
     pub fn locate(&self, addr: Addr) -> Option<Located> {
         self.shared.locate(addr)
-    }
-}
-
-/// See [`CachingAllocator::hold_events`].
-pub struct EventHold<B: Backend> {
-    shared: Arc<Shared<B>>,
-}
-
-impl<B: Backend> std::fmt::Debug for EventHold<B> {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("EventHold").finish_non_exhaustive()
-    }
-}
-
-impl<B: Backend> Drop for EventHold<B> {
-    fn drop(&mut self) {
-        self.shared.holds.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
@@ -811,11 +804,6 @@ impl<B: Backend> Shared<B> {
         }
     }
 
-    /// Whether events may be used for the allocator's own purposes.
-    fn may_use_events(&self) -> bool {
-        self.holds.load(Ordering::Relaxed) == 0
-    }
-
     fn device(&self, device: DeviceId) -> AllocResult<&Device<B>, B> {
         let found = self.devices.get(device.index()).map(|device| &**device);
         found.ok_or(AllocError::NoSuchDevice { device, count: self.devices.len() as u16 })
@@ -836,6 +824,7 @@ impl<B: Backend> Shared<B> {
             return Arc::clone(cell);
         }
         device.events.note_stream(stream.id());
+        let source = device.pools.source_of(pool);
         let mut heaps = device.heaps.write();
         let Heaps { by_owner, vacant } = &mut *heaps;
         let cell = by_owner.entry(key).or_insert_with(|| {
@@ -843,11 +832,11 @@ impl<B: Backend> Shared<B> {
             let vacant = vacant.get_mut(&stream.id()).filter(|_| private).and_then(Vec::pop);
             match vacant {
                 Some(cell) => {
-                    self.move_in(&cell, pool);
+                    self.move_in(&cell, pool, source);
                     cell
                 }
                 None => {
-                    let make = |index| Arc::new(self.new_heap(index, stream, pool));
+                    let make = |index| Arc::new(self.new_heap(index, stream, pool, source));
                     Arc::clone(self.heaps.push(make))
                 }
             }
@@ -855,10 +844,16 @@ impl<B: Backend> Shared<B> {
         Arc::clone(cell)
     }
 
-    fn new_heap(&self, index: u32, stream: &B::Stream, pool: &Arc<Pool>) -> HeapCell<B> {
+    fn new_heap(
+        &self,
+        index: u32,
+        stream: &B::Stream,
+        pool: &Arc<Pool>,
+        source: OwnSource<B>,
+    ) -> HeapCell<B> {
         let device = stream.device();
         let home = Arc::clone(&self.devices[device.index()]);
-        let rules = self.rules_for(device, &self.settings.lock());
+        let rules = self.rules_for(device, &source, &self.settings.lock());
         HeapCell {
             index,
             device,
@@ -873,6 +868,7 @@ impl<B: Backend> Shared<B> {
                     index,
                     heap: Heap::new(device, stream.id(), Arc::clone(&pool.shared), rules),
                     pool: Arc::clone(pool),
+                    source,
                     tokens: HashMap::new(),
                     uses: HashMap::new(),
                     shares: HashMap::new(),
@@ -883,27 +879,36 @@ impl<B: Backend> Shared<B> {
     }
 
     /// Gives an empty heap whose pool has ended to another pool.
-    fn move_in(&self, cell: &HeapCell<B>, pool: &Arc<Pool>) {
-        let rules = self.rules_for(cell.device, &self.settings.lock());
+    fn move_in(&self, cell: &HeapCell<B>, pool: &Arc<Pool>, source: OwnSource<B>) {
+        let rules = self.rules_for(cell.device, &source, &self.settings.lock());
         let mut state = cell.state.lock();
         state.body.pool = Arc::clone(pool);
+        state.body.source = source;
         state.body.heap.pool = Arc::clone(&pool.shared);
         state.body.heap.rules = rules;
     }
 
-    fn rules_for(&self, device: DeviceId, settings: &Settings) -> Rules {
-        self.rules(settings, self.devices[device.index()].limit().is_some())
+    /// The rules for a heap of memory from `source`.
+    fn rules_for(&self, device: DeviceId, source: &OwnSource<B>, settings: &Settings) -> Rules {
+        let limited = self.devices[device.index()].limit().is_some();
+        let expandable = match source.as_deref() {
+            None => self.expands(settings),
+            Some(source) => matches!(source, Source::Pages(_)),
+        };
+        Rules::new(self.policy, settings, limited, expandable)
     }
 
-    fn rules(&self, settings: &Settings, limited: bool) -> Rules {
-        Rules::new(self.policy, settings, limited, self.paging.is_some())
+    /// Whether requests use and grow expandable segments, but in pools with a source of their own.
+    fn expands(&self, settings: &Settings) -> bool {
+        let wanted = settings.expandable_segments.unwrap_or(self.policy == Policy::Ours);
+        wanted && self.paging.is_some()
     }
 
     /// Gives every heap the rules that follow from settings and limits.
     fn renew_rules(&self) {
         let settings = self.settings.lock().clone();
         for cell in self.heaps.iter() {
-            let rules = self.rules_for(cell.device, &settings);
+            let rules = self.rules_for(cell.device, &cell.owner().1, &settings);
             cell.state.lock().body.heap.rules = rules;
         }
     }

@@ -1,7 +1,8 @@
 //! Giving cached memory back to the backend. Runs under the growth lock of the device.
 
+use super::pools::{OwnSource, Token};
 use super::{AllocResult, HeapCell, Heaps, Paging, Shared};
-use crate::backend::{Backend, Refused, Segment, Stream};
+use crate::backend::{Backend, Refused, Stream};
 use crate::block::{Block, BlockId, BlockIdx, BlockState};
 use crate::config::Policy;
 use crate::directory::Owner;
@@ -37,6 +38,9 @@ impl<B: Backend> Shared<B> {
         trace: &mut TraceBuffer,
     ) -> AllocResult<(), B> {
         let _growth = self.devices[device.index()].growth.lock();
+        if self.captures_under_way() {
+            return Ok(());
+        }
         self.wait_for_events(device, trace)?;
         self.release_cached(device, trace)
     }
@@ -60,6 +64,7 @@ impl<B: Backend> Shared<B> {
         trace: &mut TraceBuffer,
     ) -> AllocResult<(), B> {
         let events = &self.devices[device.index()].events;
+        self.settle_deferred(device, trace);
         for stream in events.streams() {
             while wanted(stream)
                 && let Some(head) = events.wait_for_head(stream)
@@ -91,19 +96,24 @@ impl<B: Backend> Shared<B> {
         device: DeviceId,
         trace: &mut TraceBuffer,
     ) -> AllocResult<(), B> {
-        if let Some(paging) = &self.paging
+        self.tidy(device, &None, trace);
+        for class in [SizeClass::Large, SizeClass::Small] {
+            self.release_class(device, PoolId::DEFAULT, class, trace)?;
+        }
+        self.release_unreferenced(device, trace)
+    }
+
+    /// Makes what `source` got ready to be given back, as far as that was put off.
+    pub(super) fn tidy(&self, device: DeviceId, source: &OwnSource<B>, trace: &mut TraceBuffer) {
+        if let Some(paging) = self.paging_of(source)
             && let Some(_paging) = self.devices[device.index()].begin_paging()
         {
             paging.pager().tidy(device);
             self.devices[device.index()].pace.forget_extra();
             if let Paging::Handles(store) = paging {
-                self.reunite_all(&**store, device, trace);
+                self.reunite_all(&**store, device, source, trace);
             }
         }
-        for class in [SizeClass::Large, SizeClass::Small] {
-            self.release_class(device, PoolId::DEFAULT, class, trace)?;
-        }
-        self.release_unreferenced(device, trace)
     }
 
     pub(super) fn release_class(
@@ -117,10 +127,12 @@ impl<B: Backend> Shared<B> {
         for block in free.iter().filter(|block| !block.expandable && !block.split) {
             self.release_whole(block, trace)?;
         }
-        let Some(paging) = &self.paging else { return Ok(()) };
+        // All heaps of a pool have one source.
+        let source = free.first().and_then(|block| block.cell.owner().1);
+        let Some(paging) = self.paging_of(&source) else { return Ok(()) };
         let Some(_paging) = self.devices[device.index()].begin_paging() else { return Ok(()) };
         for block in free.iter().filter(|block| block.expandable) {
-            self.release_pages(paging.pager(), block, trace)?;
+            self.release_pages(paging, block, trace)?;
         }
         Ok(())
     }
@@ -154,7 +166,7 @@ impl<B: Backend> Shared<B> {
         let Some(token) = self.take_segment(block) else { return Ok(0) };
         let (base, bytes) = (token.base(), token.bytes());
         let device = &self.devices[cell.device.index()];
-        match self.backend.release(token) {
+        match self.release_segment(cell, token) {
             Ok(()) => {
                 device.reserved.fetch_sub(bytes, Ordering::Relaxed);
                 device.counters.lock().num_device_free += 1;
@@ -168,14 +180,14 @@ impl<B: Backend> Shared<B> {
                 self.directory.register(base, bytes, owner);
                 state.body.tokens.insert(segment, value);
                 state.body.heap.restore_free(block.index);
-                Err(AllocError::Backend { op: BackendOp::Release, source: error })
+                Err(error)
             }
         }
     }
 
     /// Takes a cached segment out of its heap. From here on nobody finds its address, so the backend
     /// may hand it out again the moment it has it back.
-    fn take_segment(&self, block: &Candidate<B>) -> Option<B::Segment> {
+    fn take_segment(&self, block: &Candidate<B>) -> Option<Token<B>> {
         let mut state = block.cell.state.lock();
         let body = &mut state.body;
         let current = unchanged(&body.heap, block).filter(|current| !current.is_split())?;
@@ -190,16 +202,17 @@ impl<B: Backend> Shared<B> {
     /// stream: unmapping, unlike cudaFree, does not wait by itself.
     fn release_pages(
         &self,
-        pager: &dyn Pager<B::Error>,
+        paging: &Paging<B>,
         block: &Candidate<B>,
         trace: &mut TraceBuffer,
     ) -> AllocResult<(), B> {
-        let cell = &*block.cell;
+        let (cell, pager) = (&*block.cell, paging.pager());
         let Some((run, base)) = self.take_pages(pager, block) else { return Ok(()) };
-        if let Err(error) = self.synchronize(&cell.stream) {
+        let quiet = self.synchronize(&cell.stream);
+        if !matches!(quiet, Ok(true)) {
             self.directory_register(cell, &run, run.bytes);
             cell.state.lock().body.heap.restore_free(block.index);
-            return Err(error);
+            return quiet.map(drop);
         }
         let unmapped = pager.unmap(base, run.addr, run.bytes);
         if unmapped.bytes < run.bytes {
@@ -213,7 +226,7 @@ impl<B: Backend> Shared<B> {
         if unmapped.bytes == 0 {
             cell.state.lock().body.heap.restore_free(block.index);
         } else {
-            self.book_unmapped(pager, block, PageRun { bytes: unmapped.bytes, ..run }, trace)?;
+            self.book_unmapped(paging, block, PageRun { bytes: unmapped.bytes, ..run }, trace)?;
         }
         match unmapped.error {
             None => Ok(()),
@@ -246,7 +259,7 @@ impl<B: Backend> Shared<B> {
 
     fn book_unmapped(
         &self,
-        pager: &dyn Pager<B::Error>,
+        paging: &Paging<B>,
         block: &Candidate<B>,
         run: PageRun,
         trace: &mut TraceBuffer,
@@ -259,13 +272,14 @@ impl<B: Backend> Shared<B> {
             let hole = body.heap.commit_unmap(block.index, &run, ledger);
             (hole, !body.heap.blocks[hole].is_split())
         });
-        if !empty || self.is_pinned() {
+        if !empty || is_claimed(paging) {
             return Ok(());
         }
         // Nothing is left of the segment but address space. Holes change under the growth lock only,
         // so it is still one hole when the address space is gone.
         let base = cell.state.lock().body.heap.segments[run.segment].base;
-        pager
+        paging
+            .pager()
             .unreserve(base)
             .map_err(|error| AllocError::Backend { op: error.op, source: error.source })?;
         cell.state.lock().body.heap.forget_reservation(hole);
@@ -275,7 +289,8 @@ impl<B: Backend> Shared<B> {
     /// Gives back the reservations of a heap in which nothing is its own: memory that was mapped there
     /// has gone elsewhere.
     pub(super) fn release_empty_reservations(&self, cell: &HeapCell<B>) -> AllocResult<(), B> {
-        let Some(paging) = &self.paging else { return Ok(()) };
+        let source = cell.owner().1;
+        let Some(paging) = self.paging_of(&source) else { return Ok(()) };
         let device = &self.devices[cell.device.index()];
         let empty = || {
             let state = cell.state.lock();
@@ -287,12 +302,14 @@ impl<B: Backend> Shared<B> {
             let mut segments = heap.segments.iter();
             segments.find(|(_, s)| hole(s.head)).map(|(_, s)| (s.base, s.head))
         };
-        if self.is_pinned() || empty().is_none() {
+        if is_claimed(paging) || empty().is_none() {
             return Ok(());
         }
         let Some(_paging) = device.begin_paging() else { return Ok(()) };
         // Views may be left of what was mapped there, and work that uses them.
-        self.synchronize(&cell.stream)?;
+        if !self.synchronize(&cell.stream)? {
+            return Ok(());
+        }
         while let Some((base, hole)) = empty() {
             paging
                 .pager()
@@ -303,23 +320,12 @@ impl<B: Backend> Shared<B> {
         Ok(())
     }
 
-    /// Whether a range is being made in some reservation.
-    fn is_pinned(&self) -> bool {
-        match &self.paging {
-            Some(Paging::Handles(store)) => store.layout().is_pinned(),
-            _ => false,
-        }
-    }
-
-    /// Waits for everything queued on a stream so far.
-    pub(super) fn synchronize(&self, stream: &B::Stream) -> AllocResult<(), B> {
-        let event = self
-            .backend
-            .record(stream)
-            .map_err(|source| AllocError::Backend { op: BackendOp::Record, source })?;
-        self.backend
-            .wait(&event)
-            .map_err(|source| AllocError::Backend { op: BackendOp::Wait, source })
+    /// Waits for everything queued on a stream so far. Returns whether it could: not on a capturing
+    /// stream.
+    pub(super) fn synchronize(&self, stream: &B::Stream) -> AllocResult<bool, B> {
+        let Some(event) = self.record(stream)? else { return Ok(false) };
+        let waited = self.backend.wait(&event);
+        waited.map(|()| true).map_err(|source| AllocError::Backend { op: BackendOp::Wait, source })
     }
 
     /// With `max_split_size` set: gives back the one smallest oversize block that makes room, or
@@ -413,6 +419,14 @@ impl<B: Backend> Shared<B> {
     }
 }
 
+/// Whether a range is being made in some reservation.
+fn is_claimed<B: Backend>(paging: &Paging<B>) -> bool {
+    match paging {
+        Paging::Handles(store) => store.layout().is_pinned(),
+        Paging::Pages(_) => false,
+    }
+}
+
 /// The listed block, if it is still as it was.
 fn unchanged<'a, B: Backend>(heap: &'a Heap, seen: &Candidate<B>) -> Option<&'a Block> {
     let block = &heap.blocks[heap.blocks.resolve(seen.id)?];
@@ -428,6 +442,7 @@ impl<B: Backend> Drop for Shared<B> {
             self.release_tokens();
         } else {
             std::mem::forget(self.paging.take());
+            self.devices.iter().for_each(|device| device.pools.forget());
         }
         // A device and its heaps hold each other.
         for device in &self.devices {
@@ -441,9 +456,9 @@ impl<B: Backend> Shared<B> {
         for cell in self.heaps.iter() {
             let tokens = std::mem::take(&mut cell.state.lock().body.tokens);
             let mut tokens: Vec<_> = tokens.into_values().collect();
-            tokens.sort_by_key(Segment::base);
+            tokens.sort_by_key(Token::base);
             for token in tokens {
-                let _ = self.backend.release(token);
+                let _ = self.give_segment(cell, token);
             }
         }
     }
@@ -452,17 +467,19 @@ impl<B: Backend> Shared<B> {
     /// the heaps, what was recorded for blocks that are still live. Returns whether none is left.
     fn wait_for_all_work(&self) -> bool {
         let mut done = true;
-        let mut note = |result: AllocResult<(), B>| {
-            done &= result.map_or_else(|error| error.is_device_lost(), |()| true);
+        let mut note = |result: AllocResult<bool, B>| {
+            done &= result.unwrap_or_else(|error| error.is_device_lost());
         };
         for index in 0..self.devices.len() {
             let device = DeviceId::new(index as u16);
-            note(self.wait_for_events(device, &mut TraceBuffer::new(false)));
+            let waited = self.wait_for_events(device, &mut TraceBuffer::new(false));
+            note(waited.map(|()| self.devices[index].events.is_empty()));
         }
         for cell in self.heaps.iter() {
             note(self.synchronize(&cell.stream));
             let uses = std::mem::take(&mut cell.state.lock().body.uses);
-            let mut used: Vec<_> = uses.into_values().flatten().collect();
+            let uses = uses.into_values().flatten();
+            let mut used: Vec<_> = uses.map(|used| used.stream).collect();
             used.sort_by_key(Stream::id);
             used.dedup_by_key(|stream| stream.id());
             for stream in used {

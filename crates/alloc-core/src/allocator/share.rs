@@ -4,6 +4,7 @@
 //! until the last [`ShareHold`] on it is dropped. Being live or draining, it keeps its place and the
 //! memory behind it, under either policy, so that nothing else has to be pinned.
 
+use super::pools::Token as SegmentToken;
 use super::{AllocResult, Allocation, CachingAllocator, HeapBody, HeapCell, Shared};
 use crate::backend::{Backend, Page, SharePages, Stream, Token};
 use crate::block::{BlockId, BlockIdx, BlockState};
@@ -143,8 +144,15 @@ impl<B: SharePages> Shared<B> {
         let _growth = self.devices[cell.device.index()].growth.lock();
         let segment = cell.state.lock().body.tokens.remove(&lie.segment);
         let segment = segment.expect("I10: a segment obtained whole has its token");
-        let token = self.backend.export_segment(&segment);
+        let token = match &segment {
+            SegmentToken::Backend(segment) => Some(self.backend.export_segment(segment)),
+            SegmentToken::Source(_) => None,
+        };
         cell.state.lock().body.tokens.insert(lie.segment, segment);
+        let token = token.ok_or_else(|| AllocError::InvalidArgument {
+            what: "share",
+            why: format!("the segment at {} is of a pool's own source", lie.base),
+        })?;
         let token =
             token.map_err(|source| AllocError::Backend { op: BackendOp::ExportSegment, source })?;
         let id = MemoryId::segment(self.id, cell.index, lie.segment_serial);
@@ -155,7 +163,8 @@ impl<B: SharePages> Shared<B> {
     fn export_pages(&self, cell: &HeapCell<B>, lie: &Lie, addr: Addr) -> AllocResult<Pieces<B>, B> {
         let device = &self.devices[cell.device.index()];
         let _growth = device.growth.lock();
-        let paging = self.paging.as_ref().expect("expandable segments have a pager");
+        let source = cell.owner().1;
+        let paging = self.paging_of(&source).expect("expandable segments have a pager");
         let _paging = device.begin_paging().ok_or_else(|| AllocError::InvalidArgument {
             what: "share",
             why: "called by the backend while it maps memory".to_owned(),

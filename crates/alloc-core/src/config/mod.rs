@@ -338,12 +338,10 @@ impl Rules {
         policy: Policy,
         settings: &Settings,
         limited: bool,
-        virtual_memory: bool,
+        expandable: bool,
     ) -> Self {
         let large_segment_bytes = settings.large_segment_bytes;
         let rounding = settings.max_non_split_rounding_bytes.unwrap_or(large_segment_bytes);
-        let expandable =
-            virtual_memory && settings.expandable_segments.unwrap_or(policy == Policy::Ours);
         Rules {
             roundup: settings.roundup.honouring_one(policy == Policy::Ours),
             plain_rounding: settings.roundup.is_plain(),
@@ -353,7 +351,7 @@ impl Rules {
             oversize_covers_expandable: policy == Policy::Pytorch,
             counts_searches: settings.gc_threshold.is_some() && (limited || policy == Policy::Ours),
             expandable,
-            plain_fit: !virtual_memory || (policy == Policy::Ours && expandable),
+            plain_fit: policy == Policy::Ours && expandable,
             small_bytes_max: if expandable && policy == Policy::Ours {
                 OURS_SMALL_BYTES_MAX
             } else {

@@ -257,6 +257,15 @@ impl Heap {
         }
     }
 
+    /// A draining block waits for so many more events.
+    pub(crate) fn await_more(&mut self, id: BlockIdx, events: u32) {
+        let block = &mut self.blocks[id];
+        let BlockState::Draining { pending } = block.state else {
+            unreachable!("I5: a block that waits is draining")
+        };
+        block.state = BlockState::Draining { pending: pending + events };
+    }
+
     /// One event of a draining block is reached. Returns whether it was the last, in which case the
     /// block is free now.
     pub(crate) fn event_reached(&mut self, id: BlockIdx, ledger: &mut Ledger<'_>) -> bool {

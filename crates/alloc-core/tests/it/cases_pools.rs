@@ -458,3 +458,54 @@ fn heaps_are_used_again() {
         assert_eq!(rig.reserved(), 0);
     }
 }
+
+/// Before a request runs out of memory, policy ours takes what is free in pools that are in use;
+/// PyTorch leaves it there.
+#[test]
+fn pools_in_use_give_memory_back_before_it_runs_out() {
+    for text in ["", EXPANDABLE] {
+        for policy in BOTH {
+            let rig = Rig::of_size(100 * MIB, policy, text);
+            let s0 = rig.s(0);
+            let p = pool(&rig);
+            let a = rig.alloc_in(&p, 60 * MIB, &s0);
+            rig.free(a);
+            if policy == Policy::Pytorch {
+                rig.oom(80 * MIB, &s0);
+                continue;
+            }
+            let b = rig.alloc(80 * MIB, &s0);
+            assert_eq!(rig.locate(b.addr()).unwrap().pool, PoolId::DEFAULT);
+            rig.free(b);
+            // The pool lives on.
+            let c = rig.alloc_in(&p, 60 * MIB, &s0);
+            rig.free(c);
+        }
+    }
+}
+
+/// Idle pages of a pool serve others, without a driver call, and those of others serve it.
+#[test]
+fn pages_are_shared_between_pools() {
+    let rig =
+        Rig::of_size(100 * MIB, Policy::Ours, "expandable_segments:True,ours_margin_min_mb:0");
+    let s0 = rig.s(0);
+    let p = pool(&rig);
+    let a = rig.alloc_in(&p, 60 * MIB, &s0);
+    rig.free(a);
+    rig.backend.take_log();
+    let b = rig.alloc(60 * MIB, &s0);
+    let log = rig.backend.take_log();
+    assert!(log.iter().all(|entry| entry.info.call != Call::Create), "handles were moved");
+    assert_eq!((rig.reserved(), rig.locate(b.addr()).unwrap().pool), (60 * MIB, PoolId::DEFAULT));
+    rig.free(b);
+    let c = rig.alloc_in(&p, 60 * MIB, &s0);
+    assert_eq!(rig.reserved(), 60 * MIB);
+    rig.free(c);
+    // With a pin, they are not.
+    let pin = p.pin();
+    let d = rig.alloc(30 * MIB, &s0);
+    assert_eq!(rig.reserved(), 90 * MIB);
+    rig.free(d);
+    drop(pin);
+}

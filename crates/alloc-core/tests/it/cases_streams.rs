@@ -240,28 +240,3 @@ fn devices_share_nothing() {
     assert_eq!(rig.stat_of(DEV1, "num_ooms"), 1);
     assert_eq!(rig.reserved(), 20 * MIB, "the other device's cache is left alone");
 }
-
-/// While events are held, as during a graph capture, none is recorded or queried for the allocator's
-/// own purposes and nothing is given back; afterwards all goes on.
-#[test]
-fn held_events_are_left_alone() {
-    for policy in BOTH {
-        let rig = Rig::of_size(40 * MIB, policy, "");
-        let (s0, s1) = (rig.s(0), rig.s(1));
-        let a = rig.alloc(20 * MIB, &s0);
-        rig.record_stream(&a, &s1).unwrap();
-        rig.free(a);
-        rig.backend.take_log();
-        let hold = rig.hold_events();
-        let b = rig.alloc(20 * MIB, &s0);
-        assert!(rig.try_alloc(20 * MIB, &s0).is_err(), "the pending block is not waited for");
-        let touched = rig.backend.take_log().into_iter().any(|entry| {
-            matches!(entry.info.call, Call::Query | Call::Wait | Call::Record | Call::Release)
-        });
-        assert!(!touched);
-        drop(hold);
-        let c = rig.alloc(20 * MIB, &s0);
-        rig.free(b);
-        rig.free(c);
-    }
-}

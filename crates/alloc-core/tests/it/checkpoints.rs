@@ -333,16 +333,17 @@ fn impossible_checkpoints_are_refused() {
         let error = rig.try_restore(&q, &cp).unwrap_err().to_string();
         assert!(error.contains("the checkpoint is of pool"), "{error}");
 
-        // Events are held: nothing may be waited for.
+        // Something is being captured: nothing is waited for.
         rig.busy(&s1);
         let b = rig.alloc_in(&p, MIB, &s0);
         let at = b.addr();
         rig.record(&b, &s1);
-        let hold = rig.hold_events();
+        let mut memory = rig.graph_memory();
+        memory.expect().unwrap();
         assert_eq!(flaw(rig.try_restore(&p, &cp)), CheckpointFlaw::Pending { addr: at });
         rig.free(b);
         assert_eq!(flaw(p.checkpoint()), CheckpointFlaw::Pending { addr: at });
-        drop(hold);
+        memory.abort().unwrap();
         let _ = p.checkpoint().unwrap();
         assert_eq!(rig.snapshot(DEV0).unwrap(), before);
 

@@ -136,7 +136,7 @@ fn play(conf: TrialConf, setting: &Setting, ops: &[Op]) -> Result<(), Failure> {
     trial.finish()
 }
 
-fn environment(name: &str) -> Option<u64> {
+pub(crate) fn environment(name: &str) -> Option<u64> {
     let text = std::env::var(name).ok()?;
     Some(text.parse().unwrap_or_else(|_| panic!("{name} must be a number, not {text}")))
 }

@@ -9,7 +9,9 @@
 //! * `errors`, `teardown`: misuse, broken backends, and the end.
 #![expect(clippy::unwrap_used, reason = "in a test a panic is the report, helpers included")]
 
+mod captures;
 mod cases_expandable;
+mod cases_graphs;
 mod cases_ladder;
 mod cases_pools;
 mod cases_sizes;
@@ -22,10 +24,12 @@ mod faults;
 mod interleave;
 mod liar;
 mod machine;
+mod machine_graphs;
 mod pictures;
 mod replay;
 mod rig;
 mod sharing;
 mod sharing_faults;
+mod sources;
 mod teardown;
 mod threads;

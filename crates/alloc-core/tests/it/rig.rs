@@ -2,10 +2,12 @@
 
 use alloc_core::backend::Stream;
 use alloc_core::{
-    Addr, AllocError, Allocation, CachingAllocator, Checkpoint, Config, DeviceId, Policy, PoolRef,
-    Restored, Settings, TraceEntry, TraceSink,
+    Addr, AllocError, Allocation, CachingAllocator, Checkpoint, Config, DeviceId, GraphMemory,
+    Policy, PoolId, PoolRef, Restored, Settings, TraceEntry, TraceSink,
 };
-use mock_backend::{Builder, Call, LogEntry, MockBackend, MockError, MockStream, Work};
+use mock_backend::{
+    Builder, Call, CaptureMode, Graph, LogEntry, MockBackend, MockError, MockStream, Work,
+};
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::ops::Deref;
@@ -23,6 +25,11 @@ pub(crate) const BOTH: [Policy; 2] = [Policy::Pytorch, Policy::Ours];
 
 /// Side streams that every device of a rig has besides its default stream.
 const SIDE_STREAMS: usize = 4;
+
+/// A pool's number for the judge.
+pub(crate) fn number(pool: PoolId) -> u64 {
+    pool.0 << 32 | pool.1
+}
 
 /// The configuration of `policy` with ordinary segments, changed by a settings string.
 pub(crate) fn config(policy: Policy, text: &str) -> Config {
@@ -118,7 +125,11 @@ impl Rig {
             && bytes > 0
         {
             assert!(block.bytes() >= bytes && block.requested() == bytes);
-            self.backend.judge().allocated(block.addr(), block.bytes(), stream);
+            let (judge, pool) = (self.backend.judge(), self.pool_of(block));
+            match pool {
+                PoolId::DEFAULT => judge.allocated(block.addr(), block.bytes(), stream),
+                pool => judge.allocated_in(block.addr(), block.bytes(), stream, number(pool)),
+            }
             self.live.borrow_mut().insert(block.addr(), (stream.device(), block.bytes()));
             self.touch(block, stream);
         }
@@ -144,6 +155,56 @@ impl Rig {
                 error
             }
         }
+    }
+
+    /// The pool of a live block.
+    #[track_caller]
+    pub(crate) fn pool_of(&self, block: &Allocation) -> PoolId {
+        self.locate(block.addr()).expect("the block is live").pool
+    }
+
+    /// Begins a capture on `stream` whose graph gets `memory`.
+    #[track_caller]
+    pub(crate) fn begin(&self, memory: &mut GraphMemory<MockBackend>, stream: &MockStream) {
+        memory.expect().expect("no graph yet");
+        self.backend.begin_capture(stream, CaptureMode::Global).expect("begins");
+        self.backend.judge().capture_shares(stream, number(memory.pool()));
+        memory.begin(stream).expect("it captures");
+        self.verify();
+    }
+
+    /// Ends it.
+    #[track_caller]
+    pub(crate) fn end(&self, memory: &mut GraphMemory<MockBackend>, stream: &MockStream) -> Graph {
+        let graph = self.backend.end_capture(stream).expect("a graph");
+        memory.end().expect("it captures no more");
+        self.verify();
+        graph
+    }
+
+    /// Captures what `work` does on `stream` into a graph with `memory`.
+    #[track_caller]
+    pub(crate) fn capture<R>(
+        &self,
+        memory: &mut GraphMemory<MockBackend>,
+        stream: &MockStream,
+        work: impl FnOnce() -> R,
+    ) -> (Graph, R) {
+        self.begin(memory, stream);
+        let result = work();
+        (self.end(memory, stream), result)
+    }
+
+    /// Replays a graph.
+    #[track_caller]
+    pub(crate) fn replay(
+        &self,
+        memory: &mut GraphMemory<MockBackend>,
+        graph: &Graph,
+        stream: &MockStream,
+    ) {
+        self.backend.replay(stream, graph);
+        memory.note_replay(stream).expect("there is a graph");
     }
 
     /// Queues a kernel on `stream` that touches the block and ends when it can: at once, unless

@@ -194,13 +194,13 @@ fn driver_pool(rig: &Rig) -> Outcome {
         return Outcome::Skipped("the device has no memory pools");
     };
     let before = pool.counter(PoolCounter::UsedNow).expect("counter");
-    let addr = driver_stream.allocate_async(6 * MIB).expect("room");
+    let memory = pool.allocate(6 * MIB, driver_stream).expect("room");
+    let addr = memory.addr();
     rig.fill(&stream, Addr::new(addr), 6 * MIB, 3);
     rig.check(&stream, Addr::new(addr), 6 * MIB, 3);
     assert_eq!(rig.wrong_words(FIRST), 0);
     assert!(pool.counter(PoolCounter::UsedNow).expect("counter") >= before + 6 * MIB);
-    // SAFETY: allocated above.
-    unsafe { driver_stream.free_async(addr) }.expect("frees");
+    memory.free(driver_stream).expect("frees");
     stream.synchronize().expect("no failed work");
     pool.trim(0).expect("trims");
     Outcome::Done

@@ -12,6 +12,7 @@ mod backend;
 mod child;
 mod data;
 mod devices;
+mod graphs;
 mod limits;
 mod rig;
 mod runner;
@@ -25,11 +26,12 @@ use std::process::ExitCode;
 
 /// Every test, in the order in which they run: what the others rely on comes first.
 fn scenarios() -> Vec<Scenario> {
-    let groups: [&[Scenario]; 7] = [
+    let groups: [&[Scenario]; 8] = [
         backend::SCENARIOS,
         streams::SCENARIOS,
         data::SCENARIOS,
         virtual_memory::SCENARIOS,
+        graphs::SCENARIOS,
         devices::SCENARIOS,
         limits::SCENARIOS,
         soak::SCENARIOS,

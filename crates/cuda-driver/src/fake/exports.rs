@@ -2,6 +2,7 @@
 
 use super::call::*;
 use super::memory::{Code, PAGE};
+use super::pools::{FIRST_FLAG, LAST_FLAG};
 use super::state::{Event, Work};
 use crate::error::code;
 use crate::symbols::types;
@@ -97,10 +98,11 @@ exports! {
     }
     cuDeviceGetAttribute(attribute: sys::CUdevice_attribute, _device: sys::CUdevice) -> c_int {
         use sys::CUdevice_attribute_enum::*;
-        on_state("cuDeviceGetAttribute", |_| Ok(match attribute {
+        on_state("cuDeviceGetAttribute", |state| Ok(match attribute {
             CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT => 4,
             CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR => 9,
             CU_DEVICE_ATTRIBUTE_VIRTUAL_ADDRESS_MANAGEMENT_SUPPORTED => 1,
+            CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED => c_int::from(!state.pools.are_missing),
             _ => 0,
         }))
     }
@@ -440,30 +442,71 @@ exports! {
     }
 
     cuDeviceGetDefaultMemPool(device: sys::CUdevice) -> sys::CUmemoryPool {
-        Ok(std::ptr::without_provenance_mut(device as usize + 1))
+        on_state("cuDeviceGetDefaultMemPool", |state| {
+            let handle = state.pools.default_of(device as usize)?;
+            Ok(std::ptr::without_provenance_mut(handle))
+        })
+    }
+    cuMemPoolCreate(properties: *const sys::CUmemPoolProps) -> sys::CUmemoryPool {
+        // SAFETY: the driver's contract: readable; the device's number is the fourth word.
+        let device = unsafe { read_word(properties, 3) };
+        // SAFETY: as above; the bound is the seventh and eighth word.
+        let low = unsafe { read_word(properties, 6) };
+        // SAFETY: as above.
+        let high = unsafe { read_word(properties, 7) };
+        on_state("cuMemPoolCreate", |state| {
+            let bytes_max = u64::from(low) | u64::from(high) << 32;
+            let handle = state.handle();
+            state.pools.create(handle, device as usize, bytes_max)?;
+            Ok(std::ptr::without_provenance_mut(handle))
+        })
+    }
+    cuMemPoolDestroy(pool: sys::CUmemoryPool) {
+        on_state("cuMemPoolDestroy", |state| state.pools.destroy(pool as usize))
     }
     cuMemPoolSetAttribute(
-        _pool: sys::CUmemoryPool, _which: sys::CUmemPool_attribute, _value: *mut c_void
+        pool: sys::CUmemoryPool, which: sys::CUmemPool_attribute, value: *mut c_void
     ) {
-        on_state("cuMemPoolSetAttribute", |_| Ok(()))
+        let value = match which as u32 {
+            // SAFETY: the driver's contract: a 32-bit number.
+            FIRST_FLAG..=LAST_FLAG => u64::from(unsafe { value.cast::<u32>().read() }),
+            // SAFETY: the driver's contract: a 64-bit number.
+            _ => unsafe { value.cast::<u64>().read() },
+        };
+        on_state("cuMemPoolSetAttribute", |state| {
+            state.pools.set(pool as usize, which as u32, value)
+        })
     }
     cuMemPoolGetAttribute(
-        pool: sys::CUmemoryPool, _which: sys::CUmemPool_attribute, value: *mut c_void
+        pool: sys::CUmemoryPool, which: sys::CUmemPool_attribute, value: *mut c_void
     ) {
-        let used = on_state("cuMemPoolGetAttribute", |state| {
-            let (free, total) = state.memory.info(pool as usize - 1);
-            Ok(total - free)
+        let answer = on_state("cuMemPoolGetAttribute", |state| {
+            state.pools.get(pool as usize, which as u32)
         })?;
-        // SAFETY: the driver's contract: a place for a 64-bit number.
-        unsafe { put(value.cast::<u64>(), used) }
+        match which as u32 {
+            // SAFETY: the driver's contract: a place for a 32-bit number.
+            FIRST_FLAG..=LAST_FLAG => unsafe { put(value.cast::<u32>(), answer as u32) },
+            // SAFETY: the driver's contract: a place for a 64-bit number.
+            _ => unsafe { put(value.cast::<u64>(), answer) },
+        }
     }
-    cuMemPoolTrimTo(_pool: sys::CUmemoryPool, _keep: usize) {
-        on_state("cuMemPoolTrimTo", |_| Ok(()))
+    cuMemPoolTrimTo(pool: sys::CUmemoryPool, _keep: usize) {
+        // The imitation's pools keep nothing.
+        on_state("cuMemPoolTrimTo", |state| state.pools.find(pool as usize).map(drop))
     }
-    cuMemAllocAsync(bytes: usize, stream: sys::CUstream) -> sys::CUdeviceptr {
-        on_stream("cuMemAllocAsync", stream, |state, stream| {
+    cuMemAllocFromPoolAsync(
+        bytes: usize, pool: sys::CUmemoryPool, stream: sys::CUstream
+    ) -> sys::CUdeviceptr {
+        on_stream("cuMemAllocFromPoolAsync", stream, |state, stream| {
             let device = state.streams.get(&stream).ok_or(code::INVALID_HANDLE)?.device;
-            state.memory.allocate(device, bytes as u64)
+            let taken = (bytes as u64).next_multiple_of(PAGE);
+            state.pools.claim(pool as usize, device, taken)?;
+            let addr = state.memory.allocate(device, bytes as u64);
+            match addr {
+                Ok(addr) => state.pools.enter(pool as usize, addr, taken),
+                Err(_) => state.pools.unclaim(pool as usize, taken),
+            }
+            addr
         })
     }
     cuMemFreeAsync(addr: sys::CUdeviceptr, stream: sys::CUstream) {

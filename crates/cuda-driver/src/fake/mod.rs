@@ -11,6 +11,7 @@ mod call;
 mod captures;
 mod exports;
 mod memory;
+mod pools;
 mod state;
 
 use crate::loader::{Driver, LoadError};
@@ -106,11 +107,16 @@ impl Session {
         self.with(|state| state.memory.odd_addresses = true);
     }
 
+    /// Makes devices say that they have no memory pools.
+    pub fn remove_memory_pools(&self) {
+        self.with(|state| state.pools.are_missing = true);
+    }
+
     /// What has not been given back: memory, ranges, mappings, events, contexts.
     pub fn outstanding(&self) -> usize {
         self.with(|state| {
             let contexts: u32 = state.contexts.iter().map(|context| context.retained).sum();
-            let memory = state.memory.outstanding() + state.pinned.len();
+            let memory = state.memory.outstanding() + state.pinned.len() + state.pools.created();
             memory + state.events.len() + contexts as usize
         })
     }

@@ -3,6 +3,7 @@
 use super::FakeKernel;
 use super::captures::{Captured, Captures};
 use super::memory::{Code, Memory};
+use super::pools::Pools;
 use crate::error::code;
 use std::collections::{BTreeMap, VecDeque};
 use std::ffi::c_void;
@@ -63,6 +64,7 @@ pub(super) struct Context {
 pub(super) struct State {
     pub(super) contexts: Vec<Context>,
     pub(super) memory: Memory,
+    pub(super) pools: Pools,
     /// By number; a stream outlives its handle while it has work.
     pub(super) streams: BTreeMap<usize, Stream>,
     /// The streams that handles mean.
@@ -335,7 +337,10 @@ impl State {
                 Ok(())
             }
             Work::Await { .. } => Ok(()),
-            Work::Free { addr } => self.memory.free(addr),
+            Work::Free { addr } => {
+                self.pools.leave(addr);
+                self.memory.free(addr)
+            }
         }
     }
 }

@@ -371,10 +371,9 @@ fn pinned_memory_pools_and_peers() {
     let stream = Stream::create(&first).expect("stream");
     let pool = MemoryPool::default_of(first.device()).expect("pool");
     pool.set_release_threshold(u64::MAX).expect("set");
-    let addr = stream.allocate_async(3 * MIB).expect("room");
+    let memory = pool.allocate(3 * MIB, &stream).expect("room");
     assert_eq!(pool.counter(PoolCounter::UsedNow).expect("counter"), 4 * MIB);
-    // SAFETY: allocated above.
-    unsafe { stream.free_async(addr) }.expect("free");
+    memory.free(&stream).expect("free");
     pool.trim(0).expect("trim");
     assert_eq!(first.memory_info().expect("info").free, 64 * MIB);
 
@@ -396,4 +395,50 @@ fn after_shut_down_everything_says_so_and_dropping_is_quiet() {
     assert_eq!(refused.value.bytes(), MIB, "the memory comes back");
     drop((stream, event, refused, context));
     assert!(session.outstanding() > 0, "nothing was called");
+}
+
+#[test]
+fn pools_have_settings_counters_and_bounds() {
+    let session = Session::new(&[64 * MIB]);
+    let device = session.driver().device(0).expect("device");
+    let context = Context::retain(device).expect("context");
+    let stream = Stream::create(&context).expect("stream");
+    let pool = MemoryPool::create(device, Some(8 * MIB)).expect("pool");
+    let rules = [
+        PoolReuseRule::FollowEvents,
+        PoolReuseRule::Opportunistic,
+        PoolReuseRule::InternalDependencies,
+    ];
+    for (off, rule) in rules.into_iter().enumerate() {
+        assert!(pool.reuse(rule).expect("get"), "all are on at first");
+        pool.set_reuse(rule, false).expect("set");
+        let on = rules.into_iter().filter(|rule| pool.reuse(*rule).expect("get")).count();
+        assert_eq!(on, 2 - off);
+    }
+    assert_eq!(pool.release_threshold().expect("get"), 0);
+    pool.set_release_threshold(5).expect("set");
+    assert_eq!(pool.release_threshold().expect("get"), 5);
+
+    let counters = |pool: &MemoryPool| {
+        use PoolCounter::*;
+        [UsedNow, UsedPeak, ReservedNow, ReservedPeak].map(|c| pool.counter(c).expect("get") / MIB)
+    };
+    let memory = pool.allocate(6 * MIB, &stream).expect("room");
+    assert_eq!(pool.allocate(4 * MIB, &stream).expect_err("bound").code, code::OUT_OF_MEMORY);
+    assert_eq!(counters(&pool), [6; 4]);
+    memory.free(&stream).expect("free");
+    assert_eq!(counters(&pool), [0, 6, 0, 6]);
+    pool.reset_peaks().expect("reset");
+    assert_eq!(counters(&pool), [0; 4]);
+
+    let last = pool.allocate(MIB, &stream).expect("room");
+    assert_eq!(counters(&MemoryPool::default_of(device).expect("pool")), [0; 4], "apart");
+    pool.destroy().expect("destroyed");
+    last.free(&stream).expect("free, though the pool has ended");
+    session.remove_memory_pools();
+    let refused = MemoryPool::create(device, None).expect_err("none");
+    assert_eq!(refused.code, code::NOT_SUPPORTED);
+    assert!(!device.supports(Attribute::MemoryPools).expect("ask"));
+    drop((stream, context));
+    assert_eq!(session.outstanding(), 0);
 }

@@ -5,6 +5,7 @@
 use super::stock::Stock;
 use super::window::Return;
 use super::{Store, Supply};
+use crate::allocator::pools::{OwnSource, is_same};
 use crate::allocator::{HeapCell, Shared};
 use crate::backend::Backend;
 use crate::handles::{HandleId, Layout, Place};
@@ -29,15 +30,17 @@ impl<B: Backend> Shared<B> {
         !returns.is_empty() && self.bring(store, cell, &returns, supply, trace)
     }
 
-    /// Makes idle handles whole, so that they can be given back.
+    /// Makes idle handles of one source whole, so that they can be given back.
     pub(in crate::allocator) fn reunite_all(
         &self,
         store: &Store<B>,
         device: DeviceId,
+        source: &OwnSource<B>,
         trace: &mut TraceBuffer,
     ) {
         for cell in self.devices[device.index()].heaps() {
-            if cell.pool().is_pinned() {
+            let (pool, other) = cell.owner();
+            if pool.is_pinned() || !is_same(source, &other) {
                 continue;
             }
             let supply = self.own_stock(store, &cell, [BLOCK_BYTES_MIN; 2]);

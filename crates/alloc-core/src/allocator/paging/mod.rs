@@ -16,6 +16,7 @@ mod window;
 
 use super::allocate::HandedOut;
 use super::grow::{Grown, Shortage};
+use super::pools::is_same;
 use super::{AllocResult, Device, HeapCell, Shared};
 use crate::backend::{Backend, BackendError, Completion, ErrorKind, SEGMENT_ALIGN};
 use crate::config::OursSettings;
@@ -104,13 +105,13 @@ impl<B: Backend> Shared<B> {
         let most = self.settings.lock().ours.views_max as usize;
         let mark = cell.view_mark.lock().take();
         let crowded = mark.is_some() || store.layout().is_crowded(most);
-        if !crowded || !self.may_use_events() || cell.pool().is_pinned() {
+        if !crowded || cell.pool().is_pinned() {
             *cell.view_mark.lock() = mark;
             return;
         }
         // An event that cannot be had tells nothing; the next growth asks again.
         let epoch = store.layout().epoch();
-        let record = || self.backend.record(&cell.stream).ok().map(|event| (epoch, event));
+        let record = || self.record(&cell.stream).ok().flatten().map(|event| (epoch, event));
         let Some(mark) = mark.or_else(record) else { return };
         match self.backend.query(&mark.1) {
             Ok(Completion::Reached) => {
@@ -406,9 +407,11 @@ impl<B: Backend> Shared<B> {
     /// The other heaps of a device with memory to give: what was free in them at their clock is
     /// nobody's. Asks their streams without waiting, unless told to wait.
     fn quiet_heaps(&self, cell: &HeapCell<B>, waiting: bool) -> AllocResult<Vec<Quiet<B>>, B> {
+        let source = cell.owner().1;
         let mut quiet = Vec::new();
         for other in self.devices[cell.device.index()].heaps() {
-            let away = other.index == cell.index || other.pool().is_pinned();
+            let (pool, theirs) = other.owner();
+            let away = other.index == cell.index || pool.is_pinned() || !is_same(&source, &theirs);
             if away || !has_idle_pages(&other) {
                 continue;
             }
@@ -422,15 +425,11 @@ impl<B: Backend> Shared<B> {
     fn quiet_since(&self, cell: &HeapCell<B>, waiting: bool) -> AllocResult<Option<u32>, B> {
         let clock = cell.state.lock().body.heap.clock;
         if waiting {
-            self.synchronize(&cell.stream)?;
-            return Ok(Some(clock));
-        }
-        if !self.may_use_events() {
-            return Ok(None);
+            return Ok(self.synchronize(&cell.stream)?.then_some(clock));
         }
         // An event that cannot be had tells nothing; the next growth asks again.
         let mark = cell.mark.lock().take();
-        let record = || self.backend.record(&cell.stream).ok().map(|event| (clock, event));
+        let record = || self.record(&cell.stream).ok().flatten().map(|event| (clock, event));
         let Some((clock, event)) = mark.or_else(record) else { return Ok(None) };
         Ok(match self.backend.query(&event) {
             Ok(Completion::Reached) => Some(clock),

@@ -1,5 +1,6 @@
 //! The part of the checker that knows pools.
 
+use super::Registered;
 use crate::allocator::check::{Violation, ensure};
 use crate::allocator::{Device, HeapCell};
 use crate::backend::Backend;
@@ -14,7 +15,7 @@ pub(in crate::allocator) fn check_pools<B: Backend>(device: &Device<B>) -> Resul
         let owner = cell.pool();
         let known = match owner.id() {
             PoolId::DEFAULT => Some(&device.pools.default),
-            id => private.get(&id),
+            id => private.get(&id).map(|entry| &entry.pool),
         };
         let right = known.is_some_and(|known| Arc::ptr_eq(known, &owner));
         let id = owner.id();
@@ -22,7 +23,7 @@ pub(in crate::allocator) fn check_pools<B: Backend>(device: &Device<B>) -> Resul
             format!("a heap on {} belongs to pool {id:?}, which does not exist", cell.stream_id)
         })?;
     }
-    for pool in private.values() {
+    for Registered { pool, .. } in private.values() {
         let heaps = device.heaps_of(pool.id());
         let needed = !pool.is_idle() || heaps.iter().any(|cell| !is_empty(cell));
         ensure(needed, "I13", || format!("pool {:?} has not ended", pool.id()))?;
@@ -33,7 +34,7 @@ pub(in crate::allocator) fn check_pools<B: Backend>(device: &Device<B>) -> Resul
         })?;
     }
     for pool in device.pools.scopes.pools() {
-        let known = private.get(&pool.id()).is_some_and(|known| Arc::ptr_eq(known, &pool));
+        let known = private.get(&pool.id()).is_some_and(|known| Arc::ptr_eq(&known.pool, &pool));
         ensure(known && !pool.is_unreferenced(), "I13", || {
             format!("a scope leads to pool {:?}, which nobody refers to", pool.id())
         })?;

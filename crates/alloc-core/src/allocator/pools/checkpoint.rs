@@ -2,7 +2,7 @@
 
 use super::{Pool, PoolPin, PoolRef};
 use crate::allocator::allocate::HandedOut;
-use crate::allocator::{AllocResult, Allocation, HeapBody, HeapCell};
+use crate::allocator::{AllocResult, Allocation, HeapBody, HeapCell, Use};
 use crate::backend::{Backend, Stream};
 use crate::block::{BlockIdx, BlockState};
 use crate::error::{AllocError, CheckpointFlaw};
@@ -70,8 +70,8 @@ impl<B: Backend> PoolRef<B> {
     /// events.
     ///
     /// # Errors
-    /// [`AllocError::Checkpoint`] if blocks are pending and events are [held](
-    /// crate::CachingAllocator::hold_events); [`AllocError::Backend`] if waiting fails.
+    /// [`AllocError::Checkpoint`] if blocks are pending while a graph is being captured;
+    /// [`AllocError::Backend`] if waiting fails.
     pub fn checkpoint(&self) -> AllocResult<Checkpoint, B> {
         let PoolRef { shared, device, pool } = self;
         let mut op = shared.begin();
@@ -101,8 +101,8 @@ impl<B: Backend> PoolRef<B> {
     ///
     /// # Errors
     /// Nothing is changed, unless noted. [`AllocError::Checkpoint`] if the checkpoint is of another
-    /// pool; if blocks are pending or used on other streams and events are held; if a block that would
-    /// be freed is shared with another process; if another thread
+    /// pool; if blocks are pending or used on other streams while a graph is being captured; if a
+    /// block that would be freed is shared with another process; if another thread
     /// interfered, in which case some streams may be restored and others not. [`AllocError::Backend`]
     /// if waiting fails.
     pub fn restore(&self, checkpoint: &Checkpoint) -> AllocResult<Restored, B> {
@@ -147,9 +147,9 @@ impl<B: Backend> PoolRef<B> {
         addrs
     }
 
-    /// Waits until no block of this pool is pending, if events may be used.
+    /// Waits until no block of this pool is pending, unless a graph is being captured.
     fn settle_events(&self, trace: &mut TraceBuffer) -> AllocResult<(), B> {
-        if self.shared.may_use_events() {
+        if !self.shared.captures_under_way() {
             self.shared.wait_for_events_of(self.device, self.id(), trace)?;
         }
         Ok(())
@@ -158,12 +158,12 @@ impl<B: Backend> PoolRef<B> {
     /// Waits for the streams that stale blocks were used on.
     fn wait_for_uses(&self, waited: &Uses<B::Stream>) -> AllocResult<(), B> {
         if let Some((addr, _)) = waited.first()
-            && !self.shared.may_use_events()
+            && self.shared.captures_under_way()
         {
             return Err(self.flaw(CheckpointFlaw::Pending { addr: *addr }));
         }
         let streams: BTreeMap<_, _> = waited.iter().map(|(_, s)| (s.id(), s)).collect();
-        streams.into_values().try_for_each(|stream| self.shared.synchronize(stream))
+        streams.into_values().try_for_each(|stream| self.shared.synchronize(stream).map(drop))
     }
 
     fn flaw_of(&self, obstacle: Obstacle) -> AllocError<B::Error> {
@@ -191,7 +191,7 @@ impl<B: Backend> HeapBody<B> {
         let of = |block: &BlockIdx| {
             let addr = self.heap.blocks[*block].addr;
             let uses = self.uses.get(block).into_iter().flatten();
-            uses.map(move |stream| (addr, stream.clone()))
+            uses.map(move |used| (addr, used.stream.clone()))
         };
         Ok(plan.stale.iter().flat_map(of).collect())
     }
@@ -206,7 +206,9 @@ impl<B: Backend> HeapBody<B> {
         ledger: &mut Ledger<'_>,
     ) -> Option<Vec<(u64, HandedOut)>> {
         let Restoration { stale, revived, kept } = self.heap.plan_restore(marks).ok()?;
-        let known = |stream: &B::Stream| waited.iter().any(|(_, other)| other.id() == stream.id());
+        let known = |used: &Use<B::Stream>| {
+            waited.iter().any(|(_, stream)| stream.id() == used.stream.id())
+        };
         let mut uses = stale.iter().filter_map(|block| self.uses.get(block)).flatten();
         if !uses.all(known) || stale.iter().any(|block| self.shares_of(*block) > 0) {
             return None;

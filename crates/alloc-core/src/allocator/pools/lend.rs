@@ -23,7 +23,7 @@ impl<B: Backend> Shared<B> {
             return None;
         }
         let device = &self.devices[cell.device.index()];
-        let pools: Vec<_> = device.pools.private.read().values().cloned().collect();
+        let pools = device.pools.all();
         let mut open = pools.iter().filter(|pool| {
             let lends = pool.use_on_oom.load(Ordering::Relaxed);
             lends && !pool.is_unreferenced() && !pool.is_pinned()
@@ -32,7 +32,7 @@ impl<B: Backend> Shared<B> {
             let lender = device.heaps.read().by_owner.get(&(pool.id(), cell.stream_id)).cloned();
             self.search(&*lender?, request, trace)
         });
-        if open.next().is_some() {
+        if open.next().is_some() && !steps.contains(&LadderStep::UseOnOom) {
             steps.push(LadderStep::UseOnOom);
         }
         lent

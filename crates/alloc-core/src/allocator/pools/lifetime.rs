@@ -1,6 +1,6 @@
 //! How memory leaves pools, and how pools end.
 
-use super::{Pool, PoolRef};
+use super::{Pool, PoolRef, Registered};
 use crate::allocator::{AllocResult, HeapCell, Shared};
 use crate::backend::Backend;
 use crate::size_class::SizeClass;
@@ -12,7 +12,7 @@ use std::sync::Arc;
 impl<B: Backend> PoolRef<B> {
     /// Waits for the pending events of this pool's blocks and gives back what is free of it, however
     /// many refer to it. Returns the bytes given back: none while the pool is
-    /// [pinned](PoolRef::pin).
+    /// [pinned](PoolRef::pin) or a graph is being captured.
     ///
     /// # Errors
     /// [`AllocError::Backend`](crate::AllocError::Backend) at the first call that fails; what was
@@ -27,7 +27,7 @@ impl<B: Backend> Shared<B> {
         let mut op = self.begin();
         let home = &self.devices[device.index()];
         let _growth = home.growth.lock();
-        if pool.is_pinned() {
+        if pool.is_pinned() || self.captures_under_way() {
             return Ok(0);
         }
         self.wait_for_events_of(device, pool.id(), &mut op.trace)?;
@@ -65,6 +65,20 @@ impl<B: Backend> Shared<B> {
         Ok(())
     }
 
+    /// Gives back what is free in the pools that are referred to. Returns whether anything was.
+    pub(in crate::allocator) fn release_referenced(
+        &self,
+        device: DeviceId,
+        trace: &mut TraceBuffer,
+    ) -> AllocResult<bool, B> {
+        let home = &self.devices[device.index()];
+        let before = home.reserved();
+        for pool in home.pools.in_flush_order() {
+            self.release_pool(device, &pool, trace)?;
+        }
+        Ok(home.reserved() < before)
+    }
+
     /// Gives back what is free in a private pool, unless it is pinned: the small class first (spec
     /// §2.10). Under the growth lock.
     fn release_pool(
@@ -76,6 +90,10 @@ impl<B: Backend> Shared<B> {
         // I8.
         if pool.is_pinned() {
             return Ok(());
+        }
+        let source = self.devices[device.index()].pools.source_of(pool);
+        if source.is_some() {
+            self.tidy(device, &source, trace);
         }
         for class in [SizeClass::Small, SizeClass::Large] {
             self.release_class(device, pool.id(), class, trace)?;
@@ -91,13 +109,16 @@ impl<B: Backend> Shared<B> {
     pub(super) fn end_pool(&self, device: DeviceId, id: PoolId) {
         let device = &self.devices[device.index()];
         let mut private = device.pools.private.write();
-        let Some(pool) = private.get(&id) else { return };
+        let Some(Registered { pool, .. }) = private.get(&id) else { return };
         let mut heaps = device.heaps.write();
         let holds_memory =
             |cell: &Arc<HeapCell<B>>| !cell.state.lock().body.heap.segments.is_empty();
         if pool.is_idle() && !heaps.of_pool(id).any(holds_memory) {
-            private.remove(&id);
+            let ended = private.remove(&id);
             heaps.vacate(id);
+            drop((heaps, private));
+            // A source of its own may go with it, which is the user's.
+            drop(ended);
         }
     }
 }

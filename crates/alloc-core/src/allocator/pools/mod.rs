@@ -11,10 +11,13 @@ mod checkpoint;
 mod lend;
 mod lifetime;
 mod scope;
+mod source;
 
 pub(super) use check::check_pools;
 pub use checkpoint::{Checkpoint, Restored, StaleBlock};
 pub use scope::{PoolScope, ScopeFilter, ThreadScope};
+pub(super) use source::{OwnSource, Source, Token, is_same};
+pub use source::{PageSource, SegmentSource, SourceError};
 
 use super::{AllocResult, Allocation, CachingAllocator, HeapCell, Shared, Snapshot, StreamHandle};
 use crate::backend::{Backend, Stream};
@@ -23,36 +26,62 @@ use crate::heap::PoolShared;
 use crate::units::{DeviceId, PoolId};
 use parking_lot::RwLock;
 use scope::Scopes;
+use source::MakeSource;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 /// What a new pool is like.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 #[non_exhaustive]
-pub struct PoolOptions {
+pub struct PoolOptions<B: Backend> {
     /// Blocks are whole segments.
     pub no_split: bool,
     /// What is free in the pool may serve requests of the default pool that would run out of memory
     /// otherwise.
     pub use_on_oom: bool,
+    source: Option<MakeSource<B>>,
 }
 
-impl PoolOptions {
-    /// The usual ones: blocks are split, and the pool is for nobody else.
+impl<B: Backend> PoolOptions<B> {
+    /// The usual ones: blocks are split, the pool is for nobody else, and its memory comes from where
+    /// that of the default pool comes from.
     pub const fn new() -> Self {
-        PoolOptions { no_split: false, use_on_oom: false }
+        PoolOptions { no_split: false, use_on_oom: false, source: None }
     }
 
     /// With blocks that are whole segments.
-    pub const fn no_split(self) -> Self {
+    #[must_use]
+    pub fn no_split(self) -> Self {
         PoolOptions { no_split: true, ..self }
     }
 
     /// Open to requests of the default pool before they run out of memory.
-    pub const fn use_on_oom(self) -> Self {
+    #[must_use]
+    pub fn use_on_oom(self) -> Self {
         PoolOptions { use_on_oom: true, ..self }
+    }
+}
+
+impl<B: Backend> Default for PoolOptions<B> {
+    fn default() -> Self {
+        PoolOptions::new()
+    }
+}
+
+impl<B: Backend> Clone for PoolOptions<B> {
+    fn clone(&self) -> Self {
+        PoolOptions { source: self.source.clone(), ..*self }
+    }
+}
+
+impl<B: Backend> fmt::Debug for PoolOptions<B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PoolOptions")
+            .field("no_split", &self.no_split)
+            .field("use_on_oom", &self.use_on_oom)
+            .field("own_source", &self.source.is_some())
+            .finish()
     }
 }
 
@@ -71,7 +100,7 @@ pub(super) struct Pool {
 }
 
 impl Pool {
-    fn new(id: PoolId, options: PoolOptions) -> Self {
+    fn new<B: Backend>(id: PoolId, options: &PoolOptions<B>) -> Self {
         Pool {
             shared: Arc::new(PoolShared::new(id, options.no_split)),
             refs: AtomicUsize::new(0),
@@ -118,11 +147,17 @@ impl Drop for Hold {
     }
 }
 
+/// A private pool that exists, and where its memory comes from.
+struct Registered<B: Backend> {
+    pool: Arc<Pool>,
+    source: OwnSource<B>,
+}
+
 /// The pools of one device, and which requests go to them.
 pub(super) struct Pools<B: Backend> {
     default: Arc<Pool>,
     /// The private ones.
-    private: RwLock<BTreeMap<PoolId, Arc<Pool>>>,
+    private: RwLock<BTreeMap<PoolId, Registered<B>>>,
     pub(super) scopes: Scopes<B>,
     /// See [`CachingAllocator::set_flush_order`].
     flush_order: RwLock<Vec<PoolId>>,
@@ -131,20 +166,50 @@ pub(super) struct Pools<B: Backend> {
 impl<B: Backend> Pools<B> {
     pub(super) fn new() -> Self {
         Pools {
-            default: Arc::new(Pool::new(PoolId::DEFAULT, PoolOptions::new())),
+            default: Arc::new(Pool::new(PoolId::DEFAULT, &PoolOptions::<B>::new())),
             private: RwLock::new(BTreeMap::new()),
             scopes: Scopes::new(),
             flush_order: RwLock::new(Vec::new()),
         }
     }
 
+    /// Whether there is a private pool of this id.
+    pub(super) fn exists(&self, id: PoolId) -> bool {
+        self.private.read().contains_key(&id)
+    }
+
+    /// Whether there is a private pool of this id, and it is pinned.
+    pub(super) fn is_pinned(&self, id: PoolId) -> bool {
+        self.private.read().get(&id).is_some_and(|known| known.pool.is_pinned())
+    }
+
     pub(super) fn default_pool(&self) -> &Arc<Pool> {
         &self.default
     }
 
+    /// The private pools, by id.
+    fn all(&self) -> Vec<Arc<Pool>> {
+        self.private.read().values().map(|entry| Arc::clone(&entry.pool)).collect()
+    }
+
+    /// Where the memory of a pool comes from.
+    pub(super) fn source_of(&self, pool: &Pool) -> OwnSource<B> {
+        self.private.read().get(&pool.id()).and_then(|entry| entry.source.clone())
+    }
+
+    /// The sources of pools that have their own.
+    pub(super) fn sources(&self) -> Vec<Arc<Source<B>>> {
+        self.private.read().values().filter_map(|entry| entry.source.clone()).collect()
+    }
+
+    /// Leaves the sources alone from now on, whatever they are mapped under.
+    pub(super) fn forget(&self) {
+        std::mem::forget(std::mem::take(&mut *self.private.write()));
+    }
+
     /// The private pools, in the order in which a flush visits them.
     pub(super) fn in_flush_order(&self) -> Vec<Arc<Pool>> {
-        let mut pools: Vec<_> = self.private.read().values().cloned().collect();
+        let mut pools = self.all();
         let order = self.flush_order.read();
         let place = |pool: &Arc<Pool>| order.iter().position(|id| *id == pool.id());
         // The sort is stable: pools without a place follow by id.
@@ -177,7 +242,7 @@ impl<B: Backend> CachingAllocator<B> {
     pub fn create_pool(
         &self,
         device: DeviceId,
-        options: PoolOptions,
+        options: PoolOptions<B>,
     ) -> AllocResult<MemPool<B>, B> {
         let next = || PoolId(0, self.shared.next_user_pool.fetch_add(1, Ordering::Relaxed));
         Ok(MemPool { pool: self.shared.create_pool(device, options, next)? })
@@ -204,7 +269,7 @@ impl<B: Backend> CachingAllocator<B> {
         &self,
         device: DeviceId,
         id: PoolId,
-        options: PoolOptions,
+        options: PoolOptions<B>,
     ) -> AllocResult<PoolRef<B>, B> {
         if id == PoolId::DEFAULT {
             return Err(AllocError::InvalidArgument {
@@ -213,8 +278,8 @@ impl<B: Backend> CachingAllocator<B> {
             });
         }
         let mut pools = self.shared.device(device)?.pools.private.write();
-        let pool = pools.entry(id).or_insert_with(|| Arc::new(Pool::new(id, options)));
-        Ok(PoolRef::new(&self.shared, device, pool))
+        let entry = pools.entry(id).or_insert_with(|| self.shared.new_pool(id, &options));
+        Ok(PoolRef::new(&self.shared, device, &entry.pool))
     }
 
     /// The private pools of `device`, by id; those that nobody refers to but that hold memory are
@@ -224,7 +289,7 @@ impl<B: Backend> CachingAllocator<B> {
     /// [`AllocError::NoSuchDevice`].
     pub fn pools(&self, device: DeviceId) -> AllocResult<Vec<PoolInfo>, B> {
         let pools = self.shared.device(device)?.pools.private.read();
-        Ok(pools.values().map(|pool| info_of(pool)).collect())
+        Ok(pools.values().map(|entry| info_of(&entry.pool)).collect())
     }
 
     /// In which order flushes of `device` visit the pools that nobody refers to: first those listed
@@ -253,7 +318,7 @@ impl<B: Backend> Shared<B> {
     fn create_pool(
         self: &Arc<Self>,
         device: DeviceId,
-        options: PoolOptions,
+        options: PoolOptions<B>,
         next: impl Fn() -> PoolId,
     ) -> AllocResult<PoolRef<B>, B> {
         let mut pools = self.device(device)?.pools.private.write();
@@ -262,8 +327,14 @@ impl<B: Backend> Shared<B> {
         while pools.contains_key(&id) {
             id = next();
         }
-        let pool = pools.entry(id).or_insert_with(|| Arc::new(Pool::new(id, options)));
-        Ok(PoolRef::new(self, device, pool))
+        let entry = pools.entry(id).or_insert_with(|| self.new_pool(id, &options));
+        Ok(PoolRef::new(self, device, &entry.pool))
+    }
+
+    fn new_pool(&self, id: PoolId, options: &PoolOptions<B>) -> Registered<B> {
+        let make = options.source.as_ref();
+        let source = make.map(|make| Arc::new(make(&self.backend, self.policy)));
+        Registered { pool: Arc::new(Pool::new(id, options)), source }
     }
 }
 
@@ -396,6 +467,26 @@ impl Drop for PoolPin {
 /// if nobody else refers to it, what is free of it goes back to the backend. Blocks that are still
 /// handed out stay; their memory goes back with a flush after they are freed. Failures on the way
 /// are left to that flush too; [`release`](MemPool::release) reports them.
+///
+/// ```
+/// use alloc_core::{CachingAllocator, Config, DeviceId, PoolOptions};
+/// use mock_backend::MockBackend;
+///
+/// let gpu = MockBackend::builder().device(1 << 30).build();
+/// let stream = gpu.default_stream(DeviceId::new(0));
+/// let allocator = CachingAllocator::new(gpu, Config::pytorch())?;
+///
+/// let cache = allocator.create_pool(DeviceId::new(0), PoolOptions::new())?;
+/// let table = {
+///     let _scope = cache.enter(); // for requests of this thread
+///     allocator.allocate(30 << 20, &stream)?
+/// };
+/// assert_eq!(cache.live_blocks(), [table.addr()]);
+/// allocator.free(table)?;
+/// assert_eq!(cache.empty_cache()?, 30 << 20);
+/// cache.release()?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Debug)]
 pub struct MemPool<B: Backend> {
     pool: PoolRef<B>,
@@ -415,7 +506,7 @@ impl<B: Backend> MemPool<B> {
         let PoolRef { shared, device, pool } = &self.pool;
         pool.use_on_oom.store(false, Ordering::Relaxed);
         // This handle's own reference goes right after.
-        if pool.refs.load(Ordering::Acquire) > 1 || !shared.may_use_events() {
+        if pool.refs.load(Ordering::Acquire) > 1 {
             return Ok(());
         }
         shared.trim_pool(*device, pool).map(drop)

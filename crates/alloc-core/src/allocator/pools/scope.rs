@@ -1,8 +1,8 @@
 //! Scopes: which requests go to which pool.
 
 use super::{Hold, Pool, PoolRef};
-use crate::allocator::{HeapCell, Shared};
-use crate::backend::{Backend, Stream};
+use crate::allocator::{AllocResult, HeapCell, Shared};
+use crate::backend::{Backend, CaptureId, CaptureStatus, Stream};
 use crate::units::StreamId;
 use parking_lot::RwLock;
 use std::fmt;
@@ -18,6 +18,9 @@ pub enum ScopeFilter<S> {
     Stream(StreamId),
     /// All.
     All,
+    /// Those on streams that take part in this capture. See
+    /// [`GraphMemory`](crate::GraphMemory), which opens such scopes.
+    Capture(CaptureId),
     /// Those for whose stream this is true. Called on the requesting thread, with no lock held, for
     /// every request that no inner scope claims; it must not allocate from the same device.
     When(Arc<dyn Fn(&S) -> bool + Send + Sync>),
@@ -29,6 +32,7 @@ impl<S> Clone for ScopeFilter<S> {
             ScopeFilter::CurrentThread => ScopeFilter::CurrentThread,
             ScopeFilter::Stream(id) => ScopeFilter::Stream(*id),
             ScopeFilter::All => ScopeFilter::All,
+            ScopeFilter::Capture(id) => ScopeFilter::Capture(*id),
             ScopeFilter::When(claims) => ScopeFilter::When(Arc::clone(claims)),
         }
     }
@@ -40,6 +44,7 @@ impl<S> fmt::Debug for ScopeFilter<S> {
             ScopeFilter::CurrentThread => f.write_str("CurrentThread"),
             ScopeFilter::Stream(id) => f.debug_tuple("Stream").field(id).finish(),
             ScopeFilter::All => f.write_str("All"),
+            ScopeFilter::Capture(id) => f.debug_tuple("Capture").field(id).finish(),
             ScopeFilter::When(_) => f.write_str("When(..)"),
         }
     }
@@ -70,11 +75,12 @@ impl<S> fmt::Debug for Scope<S> {
 }
 
 impl<S: Stream> Scope<S> {
-    fn claims(&self, thread: ThreadTag, stream: &S) -> bool {
+    fn claims(&self, thread: ThreadTag, stream: &S, status: CaptureStatus) -> bool {
         match &self.filter {
             ScopeFilter::CurrentThread => self.thread == thread,
             ScopeFilter::Stream(id) => stream.id() == *id,
             ScopeFilter::All => true,
+            ScopeFilter::Capture(id) => status == CaptureStatus::Active(*id),
             ScopeFilter::When(claims) => claims(stream),
         }
     }
@@ -84,7 +90,7 @@ impl<S: Stream> Scope<S> {
         match &self.filter {
             ScopeFilter::CurrentThread => bit(self.thread.0),
             ScopeFilter::Stream(id) => bit(id.get()),
-            ScopeFilter::All | ScopeFilter::When(_) => u64::MAX,
+            ScopeFilter::All | ScopeFilter::Capture(_) | ScopeFilter::When(_) => u64::MAX,
         }
     }
 }
@@ -116,16 +122,16 @@ impl<B: Backend> Scopes<B> {
         self.mask.load(Ordering::Relaxed) == 0
     }
 
-    /// The pool of the innermost scope that claims a request on `stream` from this thread. It cannot
-    /// end while the scope is in hand.
-    fn find(&self, stream: &B::Stream) -> Option<Arc<Scope<B::Stream>>> {
+    /// The pool of the innermost scope that claims a request on `stream`, with this status, from this
+    /// thread. It cannot end while the scope is in hand.
+    fn find(&self, stream: &B::Stream, status: CaptureStatus) -> Option<Arc<Scope<B::Stream>>> {
         let thread = THREAD.with(|tag| *tag);
         let bits = bit(thread.0) | bit(stream.id().get());
         if self.mask.load(Ordering::Relaxed) & bits == 0 {
             return None;
         }
         let list = Arc::clone(&self.list.read());
-        list.iter().rev().find(|scope| scope.claims(thread, stream)).cloned()
+        list.iter().rev().find(|scope| scope.claims(thread, stream, status)).cloned()
     }
 
     fn change(&self, change: impl FnOnce(&mut Vec<Arc<Scope<B::Stream>>>)) {
@@ -151,13 +157,19 @@ impl<B: Backend> Scopes<B> {
 impl<B: Backend> Shared<B> {
     /// The heap that a request of the heap `cell` goes to because of a scope, if of one. Only the
     /// default pool's requests are up to scopes: who allocates from a pool means that pool.
-    pub(in crate::allocator) fn route(&self, cell: &HeapCell<B>) -> Option<Routed<B>> {
+    pub(in crate::allocator) fn route(
+        &self,
+        cell: &HeapCell<B>,
+    ) -> AllocResult<Option<Routed<B>>, B> {
         if cell.private {
-            return None;
+            return Ok(None);
         }
-        let scope = self.devices[cell.device.index()].pools.scopes.find(&cell.stream)?;
-        let cell = self.heap_in(&scope.pool.0, &cell.stream);
-        Some(Routed { cell, _scope: scope })
+        let status = self.capture_status(&cell.stream)?;
+        let scopes = &self.devices[cell.device.index()].pools.scopes;
+        Ok(scopes.find(&cell.stream, status).map(|scope| {
+            let cell = self.heap_in(&scope.pool.0, &cell.stream);
+            Routed { cell, _scope: scope }
+        }))
     }
 }
 
