@@ -179,7 +179,7 @@ impl<B: Backend> Shared<B> {
                 self.directory.register(base, bytes, owner);
                 state.body.tokens.insert(segment, value);
                 state.body.heap.restore_free(block.index);
-                Err(error)
+                error.map_or(Ok(0), Err)
             }
         }
     }
@@ -286,7 +286,7 @@ impl<B: Backend> Shared<B> {
     }
 
     /// Gives back the reservations of a heap in which nothing is its own: memory that was mapped there
-    /// has gone elsewhere.
+    /// has gone elsewhere, or none ever was.
     pub(super) fn release_empty_reservations(&self, cell: &HeapCell<B>) -> AllocResult<(), B> {
         let source = cell.owner().1;
         let Some(paging) = self.paging_of(&source) else { return Ok(()) };
@@ -306,7 +306,7 @@ impl<B: Backend> Shared<B> {
         }
         let Some(_paging) = device.begin_paging() else { return Ok(()) };
         // Views may be left of what was mapped there, and work that uses them.
-        if !self.synchronize(&cell.stream)? {
+        if matches!(paging, Paging::Handles(_)) && !self.synchronize(&cell.stream)? {
             return Ok(());
         }
         while let Some((base, hole)) = empty() {

@@ -162,8 +162,13 @@ impl<B: Backend> PoolRef<B> {
         {
             return Err(self.flaw(CheckpointFlaw::Pending { addr: *addr }));
         }
-        let streams: BTreeMap<_, _> = waited.iter().map(|(_, s)| (s.id(), s)).collect();
-        streams.into_values().try_for_each(|stream| self.shared.synchronize(stream).map(drop))
+        let streams: BTreeMap<_, _> = waited.iter().map(|(addr, s)| (s.id(), (*addr, s))).collect();
+        for (addr, stream) in streams.into_values() {
+            if !self.shared.synchronize(stream)? {
+                return Err(self.flaw(CheckpointFlaw::Pending { addr }));
+            }
+        }
+        Ok(())
     }
 
     fn flaw_of(&self, obstacle: Obstacle) -> AllocError<B::Error> {
