@@ -33,7 +33,7 @@ pub trait Allocator: Send + Sync {
     /// If the figures cannot be had.
     fn stats(&self) -> Result<AllocatorStats, AllocatorError>;
 
-    /// The interface by address, where every pointer that [`allocate`](Self::allocate) returns is
+    /// The interface by address, where every pointer that [`allocate`](Allocator::allocate) returns is
     /// simple.
     fn raw(&self) -> Option<&dyn RawFree> {
         None
@@ -52,7 +52,7 @@ pub trait Allocator: Send + Sync {
 
 /// Freeing by address.
 pub trait RawFree {
-    /// Frees memory of [`allocate_raw`](trait.Allocator.html#method.allocate_raw). Null is nothing.
+    /// Frees memory of `allocate_raw`. Null is nothing.
     ///
     /// # Errors
     /// [`AllocatorError::UnknownAddress`].
@@ -134,7 +134,7 @@ impl dyn Allocator + '_ {
             .map_err(|refused| AllocatorError::NotSimple { why: refused.to_string() })
     }
 
-    /// Frees memory of [`allocate_raw`](Self::allocate_raw). Null is nothing.
+    /// Frees memory of `allocate_raw`. Null is nothing.
     ///
     /// # Errors
     /// [`AllocatorError::UnknownAddress`]; [`AllocatorError::Unsupported`] where there is no interface

@@ -10,7 +10,7 @@ use alloc_core::backend::{
     Backend, Completion, DeviceMemory, MemoryInfo, Refused, SEGMENT_ALIGN, VirtualMemory,
 };
 use alloc_core::{Addr, DeviceId};
-use cuda_driver::{AddressRange, Context, Device, Driver, RelaxedCaptures};
+use cuda_driver::{AddressRange, Attribute, Context, Device, Driver, RelaxedCaptures};
 use std::sync::Arc;
 
 /// All GPUs that the process sees, by their numbers. Clones are the same backend.
@@ -114,9 +114,10 @@ impl CudaBackend {
         Ok(())
     }
 
-    /// Lets kernels of `device` reach all memory of `peer` that this backend makes or made.
+    /// Lets kernels of `device` reach all memory of `peer` that this backend makes, made or imports.
     ///
     /// # Errors
+    /// Nothing can be reached then that could not before.
     /// [`CudaError::NoPeerAccess`] if the devices are not connected; [`CudaError::NoSuchDevice`]; or
     /// whatever the driver reports.
     pub fn enable_peer_access(&self, device: DeviceId, peer: DeviceId) -> Result<(), CudaError> {
@@ -127,8 +128,31 @@ impl CudaBackend {
         if !own.device().can_access_peer(&other.device())? {
             return Err(CudaError::NoPeerAccess { device, peer });
         }
-        own.context()?.enable_peer_access(other.context()?)?;
-        other.add_peer(own.device())
+        let (from, to) = (own.context()?, other.context()?);
+        let is_new = from.enable_peer_access(to)?;
+        let added = other.add_peer(own.device());
+        if added.is_err() && is_new {
+            // Segments that are whole could be reached; the failure is reported either way.
+            let _ = from.disable_peer_access(to);
+        }
+        added
+    }
+
+    /// Makes virtual memory of `device` from now on so that its pages are shared as fabric handles,
+    /// which carry no descriptor and reach other machines of the fabric too, if the device says it
+    /// can. Returns whether it does. Where the driver refuses after all, pages are shared as
+    /// descriptors as before.
+    ///
+    /// # Errors
+    /// [`CudaError::NoSuchDevice`], or whatever the driver reports.
+    pub fn ask_for_fabric_handles(&self, device: DeviceId) -> Result<bool, CudaError> {
+        let state = self.device(device)?;
+        let Some(kind) = &state.page_kind else { return Ok(false) };
+        let has = state.device().supports(Attribute::FabricHandle)?;
+        if has {
+            kind.ask_for_fabric();
+        }
+        Ok(has)
     }
 
     /// Whether a device has virtual memory, which expandable segments need.
@@ -144,7 +168,7 @@ impl CudaBackend {
         Ok(self.device(device)?.device())
     }
 
-    fn device(&self, device: DeviceId) -> Result<&Arc<DeviceState>, CudaError> {
+    pub(crate) fn device(&self, device: DeviceId) -> Result<&Arc<DeviceState>, CudaError> {
         let count = self.inner.devices.len() as u16;
         let known = self.inner.devices.get(device.index());
         known.ok_or(CudaError::NoSuchDevice { device, count })

@@ -18,6 +18,8 @@ pub(crate) struct DeviceState {
     retaining: Mutex<()>,
     /// Events to record again.
     events: Mutex<Vec<Event>>,
+    /// The same, of the kind that other processes can open.
+    shared_events: Mutex<Vec<Event>>,
     /// How physical memory is made here, or `None` without virtual memory.
     pub(crate) page_kind: Option<PageKind>,
     /// Devices whose kernels may reach this one's memory.
@@ -31,6 +33,7 @@ impl DeviceState {
         let page_kind = if device.supports(Attribute::VirtualMemory)? {
             Some(PageKind::new(PhysicalKind {
                 exportable: device.supports(Attribute::PosixFileDescriptor)?,
+                fabric: false,
                 gpu_direct: device.supports(Attribute::GpuDirectWithVirtualMemory)?,
             }))
         } else {
@@ -42,6 +45,7 @@ impl DeviceState {
             context: OnceLock::new(),
             retaining: Mutex::new(()),
             events: Mutex::new(Vec::new()),
+            shared_events: Mutex::new(Vec::new()),
             page_kind,
             peers: Mutex::new(Vec::new()),
             reserved: Mutex::new(Vec::new()),
@@ -93,13 +97,26 @@ impl DeviceState {
         self.events.lock().push(event);
     }
 
+    /// An event that other processes can open, to record.
+    pub(crate) fn take_shared_event(&self) -> Result<Event, CudaError> {
+        if let Some(event) = self.shared_events.lock().pop() {
+            return Ok(event);
+        }
+        Ok(Event::create_shared(self.context()?)?)
+    }
+
+    /// Keeps such an event for the next use.
+    pub(crate) fn put_shared_event(&self, event: Event) {
+        self.shared_events.lock().push(event);
+    }
+
     /// The devices besides this one that may reach its memory.
     pub(crate) fn peers(&self) -> Vec<Device> {
         self.peers.lock().clone()
     }
 
     /// Adds a device that may reach this one's memory from now on, and lets it reach the pages that
-    /// are mapped already. If that fails it is not added, and can be tried again.
+    /// are mapped already. If that fails it reaches none and is not added, and can be tried again.
     pub(crate) fn add_peer(&self, peer: Device) -> Result<(), CudaError> {
         {
             let mut peers = self.peers.lock();
@@ -110,11 +127,14 @@ impl DeviceState {
         }
         // Reservations made from now on see the new list; the others are visited.
         let reserved: Vec<_> = self.reserved.lock().iter().filter_map(Weak::upgrade).collect();
-        let result = reserved.iter().try_for_each(|reserved| reserved.admit(peer));
-        if result.is_err() {
-            self.peers.lock().retain(|known| *known != peer);
-        }
-        result
+        let refused = reserved.iter().enumerate().find_map(|(at, reserved)| {
+            let error = reserved.admit(peer).err()?;
+            Some((at, error))
+        });
+        let Some((reached, error)) = refused else { return Ok(()) };
+        self.peers.lock().retain(|known| *known != peer);
+        reserved[..reached].iter().for_each(|reserved| reserved.dismiss(peer));
+        Err(error)
     }
 
     /// Remembers a reservation for peers to come.

@@ -33,6 +33,19 @@ pub enum CudaError {
         /// The device.
         device: DeviceId,
     },
+    /// Memory of the device cannot be shared with other processes like this: its driver, container or
+    /// virtual machine does not allow it.
+    NotShareable {
+        /// The device.
+        device: DeviceId,
+    },
+    /// What another process sent is of a kind that is not known here.
+    UnknownToken {
+        /// Its kind.
+        kind: u32,
+    },
+    /// What another process sent lacks something, or is too long.
+    BadToken,
     /// The devices cannot reach each other's memory.
     NoPeerAccess {
         /// The one whose kernels should reach.
@@ -58,12 +71,14 @@ impl BackendError for CudaError {
     fn kind(&self) -> ErrorKind {
         match self {
             CudaError::Driver(error) => kind_of(error),
-            CudaError::NoVirtualMemory { .. } | CudaError::NoPeerAccess { .. } => {
-                ErrorKind::Unsupported
-            }
+            CudaError::NoVirtualMemory { .. }
+            | CudaError::NotShareable { .. }
+            | CudaError::UnknownToken { .. }
+            | CudaError::NoPeerAccess { .. } => ErrorKind::Unsupported,
             CudaError::Load(_) => ErrorKind::DeviceLost,
             CudaError::NoSuchDevice { .. }
             | CudaError::WrongContext { .. }
+            | CudaError::BadToken
             | CudaError::ForeignStream => ErrorKind::Other,
         }
     }
@@ -98,6 +113,15 @@ impl fmt::Display for CudaError {
                     f,
                     "{device} has no virtual memory management, which expandable segments need"
                 )
+            }
+            CudaError::NotShareable { device } => {
+                write!(f, "memory of {device} cannot be shared with other processes here")
+            }
+            CudaError::UnknownToken { kind } => {
+                write!(f, "another process sent memory or an event of the unknown kind {kind}")
+            }
+            CudaError::BadToken => {
+                f.write_str("what another process sent lacks something, or is too long")
             }
             CudaError::NoPeerAccess { device, peer } => {
                 write!(f, "{device} cannot reach the memory of {peer}")

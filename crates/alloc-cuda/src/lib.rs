@@ -13,6 +13,7 @@ mod event;
 mod interop;
 mod ordered;
 mod segment;
+mod share;
 #[expect(unsafe_code, reason = "takes stream handles from outside")]
 mod stream;
 #[cfg(test)]
@@ -32,5 +33,6 @@ pub use event::CudaEvent;
 pub use interop::{CudarcSlice, OtherStream};
 pub use ordered::{CudaOrdered, CudaPool};
 pub use segment::CudaSegment;
+pub use share::{CudaOpened, CudaSharedEvent};
 pub use stream::CudaStream;
 pub use vmm::{CudaPage, CudaReservation};

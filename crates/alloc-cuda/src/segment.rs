@@ -42,6 +42,11 @@ impl CudaSegment {
         Ok(CudaSegment { memory, base, bytes })
     }
 
+    /// The whole allocation that it lies in.
+    pub(crate) fn memory(&self) -> &DeviceMemory {
+        &self.memory
+    }
+
     /// Frees, waiting for the device.
     pub(crate) fn release(self) -> Result<(), Refused<Self, CudaError>> {
         let CudaSegment { memory, base, bytes } = self;

@@ -122,13 +122,28 @@ impl CudaStream {
         if let Some(last) = state.last.get() {
             return Ok(CudaEvent::last(last));
         }
-        let place = state.place_of_record();
+        let place = self.not_capturing()?;
+        CudaEvent::record(&state.device, place)
+    }
+
+    /// Records somebody's event after all work queued so far. If the stream has ended, waits for that
+    /// work instead and leaves the event as it is.
+    pub(crate) fn record_into(&self, event: &Event) -> Result<(), CudaError> {
+        if let Some(last) = self.state.last.get() {
+            return Ok(last.synchronize()?);
+        }
+        Ok(event.record(self.not_capturing()?)?)
+    }
+
+    /// Where an event is recorded, unless the stream takes part in a capture.
+    fn not_capturing(&self) -> Result<&Stream, CudaError> {
+        let place = self.state.place_of_record();
         // In a capture it would become part of the graph, and nobody could ask about it.
         if place.capture_status()? != CaptureStatus::None {
             let why = DriverError::new("cuEventRecord", code::STREAM_CAPTURE_UNSUPPORTED);
             return Err(CudaError::Driver(why));
         }
-        CudaEvent::record(&state.device, place)
+        Ok(place)
     }
 
     /// Marks the end of a foreign stream's work, just before its owner destroys it: see

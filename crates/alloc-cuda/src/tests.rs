@@ -2,8 +2,8 @@
 
 use crate::{CudaAllocator, CudaBackend, CudaError, CudaStream};
 use alloc_core::backend::{
-    Backend, BackendError, Completion, ErrorKind, MemoryInfo, Page, Reservation, Segment, Stream,
-    VirtualMemory,
+    Backend, BackendError, Completion, ErrorKind, MemoryInfo, Page, Reservation, Segment, Share,
+    Stream, Token, TokenKind, VirtualMemory,
 };
 use alloc_core::{Addr, Config, DeviceId};
 use cuda_driver::fake::Session;
@@ -327,4 +327,124 @@ fn buffers_hold_values_and_give_their_memory_back() {
     assert!(allocator.buffer::<u128>(usize::MAX, &stream).expect_err("huge").is_out_of_memory());
     drop((nothing, allocator, stream));
     assert_eq!(session.outstanding(), 0);
+}
+
+/// A peer reaches everything there is and will be, or, if any call fails, nothing.
+#[test]
+fn peers_reach_everything_or_nothing() {
+    for successes in 0.. {
+        let session = Session::new(&[256 * MIB, 256 * MIB]);
+        let backend = backend(&session);
+        let mut config = Config::pytorch();
+        config.settings.expandable_segments = Some(true);
+        let growing = CudaAllocator::on(backend.clone(), config).expect("allocator");
+        let home = backend.create_stream(SECOND).expect("stream");
+        let other = backend.create_stream(SECOND).expect("stream");
+        let reached = |addr: Addr| session.reaches(0, addr.get());
+        let blocks = [(MIB, &home), (50 * MIB, &home), (30 * MIB, &other)]
+            .map(|(bytes, stream)| growing.allocate(bytes, stream).expect("room"));
+        let segment = backend.acquire(SECOND, 4 * MIB, &home).expect("room");
+        assert!(blocks.iter().all(|block| !reached(block.addr())));
+
+        session.fail("cuMemSetAccess", successes, code::UNKNOWN);
+        let enabled = backend.enable_peer_access(FIRST, SECOND);
+        if enabled.is_err() {
+            assert!(blocks.iter().all(|block| !reached(block.addr())), "{successes}");
+            assert!(!reached(segment.base()));
+            backend.enable_peer_access(FIRST, SECOND).expect("works now");
+        }
+        session.clear_faults();
+        let later = growing.allocate(70 * MIB, &other).expect("room");
+        let imported = {
+            let mut token = None;
+            let page = backend.create(SECOND, 4 * MIB).expect("room");
+            token.replace(alloc_core::backend::SharePages::export_page(&backend, &page).ok());
+            let token = token.flatten().expect("exports");
+            let imported =
+                alloc_core::backend::SharePages::import_page(&backend, SECOND, 4 * MIB, token);
+            backend.destroy(page).expect("destroys");
+            imported.expect("imports")
+        };
+        let range = backend.reserve(SECOND, 4 * MIB).expect("addresses");
+        backend.map(&range, range.base(), &imported).expect("maps");
+        backend.set_access(&range, range.base(), 4 * MIB, SECOND).expect("access");
+        let ends = |addr: Addr, bytes: u64| [addr, addr + (bytes - 1)];
+        for block in blocks.iter().chain([&later]) {
+            assert!(ends(block.addr(), block.bytes()).into_iter().all(reached), "{successes}");
+        }
+        assert!(reached(segment.base()) && reached(range.base()));
+        assert!(!session.reaches(1, 1 << 20), "nothing is there");
+
+        // Memory that a peer cannot be let into is not handed out.
+        session.fail("cuMemSetAccess", 1, code::UNKNOWN);
+        assert!(growing.allocate(90 * MIB, &home).is_err());
+        session.clear_faults();
+        backend.unmap(&range, range.base(), 4 * MIB).expect("unmaps");
+        backend.unreserve(range).expect("unreserves");
+        backend.destroy(imported).expect("destroys");
+        backend.release(segment).expect("releases");
+        for block in blocks.into_iter().chain([later]) {
+            growing.free(block).expect("frees");
+        }
+        growing.check().expect("sound");
+        growing.empty_cache().expect("gives everything back");
+        if enabled.is_ok() {
+            assert!(successes > 4, "every page was let in");
+            break;
+        }
+    }
+}
+
+/// A segment that does not begin where the driver's memory does is opened where it begins.
+#[test]
+fn segments_are_opened_where_they_begin() {
+    for odd in [false, true] {
+        let session = Session::new(&[64 * MIB]);
+        if odd {
+            session.use_odd_addresses();
+        }
+        let backend = backend(&session);
+        let stream = backend.create_stream(FIRST).expect("stream");
+        let segment = backend.acquire(FIRST, 4 * MIB, &stream).expect("room");
+        let token = backend.export_segment(&segment).expect("exports");
+        let again = backend.export_segment(&segment).expect("exports");
+        assert_eq!(token.bytes, again.bytes, "two exports are worth the same");
+        let opened = backend.open_segment(FIRST, 4 * MIB, token).expect("opens");
+        assert_eq!(opened.bytes(), 4 * MIB);
+        let context = backend.context(FIRST).expect("context");
+        // SAFETY: device memory of the test.
+        unsafe { context.copy_to_device(segment.base().get() + 100, b"word") }.expect("copies");
+        let mut word = [0; 4];
+        context.copy_to_host(&mut word, opened.base().get() + 100).expect("copies");
+        assert_eq!(&word, b"word");
+        backend.close_segment(opened).expect("closes");
+        let short = Token { kind: TokenKind(1), bytes: vec![0; 40], descriptor: None };
+        assert_eq!(backend.open_segment(FIRST, MIB, short).unwrap_err(), CudaError::BadToken);
+        backend.release(segment).expect("releases");
+        let stale = backend.open_segment(FIRST, 4 * MIB, again);
+        assert!(stale.is_err(), "it is gone");
+    }
+}
+
+/// Events of other processes end with them, and are used again by their own.
+#[test]
+fn shared_events_are_recycled() {
+    let session = Session::new(&[64 * MIB]);
+    let backend = backend(&session);
+    let [stream, side] = [(); 2].map(|()| backend.create_stream(FIRST).expect("stream"));
+    let held = gate(&stream);
+    let (event, token) = backend.export_event(&stream).expect("exports");
+    backend.await_event(&side, &token).expect("waits");
+    let after = backend.record(&side).expect("records");
+    assert_eq!(backend.query(&after).expect("asks"), Completion::Pending);
+    drop(held);
+    backend.wait(&after).expect("waits");
+    drop(event);
+    let before = session.outstanding();
+    let (event, again) = backend.export_event(&stream).expect("exports");
+    assert_eq!((session.outstanding(), &again.bytes), (before, &token.bytes), "the same event");
+    drop(event);
+    let strange = Token { kind: TokenKind(1), ..again };
+    let error = backend.await_event(&side, &strange).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Unsupported);
 }

@@ -8,7 +8,7 @@ use cuda_driver::{AddressRange, Context, Device, DriverError, PhysicalKind, Phys
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 /// How physical memory of a device is made: with all it is said to be capable of, or with less,
 /// found by trying. A container or virtual machine can forbid what the device's attributes promise.
@@ -17,12 +17,18 @@ pub(crate) struct PageKind {
     ladder: [PhysicalKind; 3],
     /// Position on the ladder.
     step: AtomicUsize,
+    /// Whether to ask for fabric handles.
+    fabric: AtomicBool,
 }
 
 impl PageKind {
     pub(crate) fn new(best: PhysicalKind) -> Self {
         let local = PhysicalKind { gpu_direct: false, ..best };
-        PageKind { ladder: [best, local, PhysicalKind::default()], step: AtomicUsize::new(0) }
+        PageKind {
+            ladder: [best, local, PhysicalKind::default()],
+            step: AtomicUsize::new(0),
+            fabric: AtomicBool::new(false),
+        }
     }
 
     /// What is used now.
@@ -30,19 +36,33 @@ impl PageKind {
         self.ladder[self.step.load(Ordering::Relaxed)]
     }
 
+    /// From now on memory is made so that it has fabric handles, unless that fails.
+    pub(crate) fn ask_for_fabric(&self) {
+        self.fabric.store(true, Ordering::Relaxed);
+    }
+
     /// Creates memory, going down the ladder while the driver refuses the kind.
     pub(crate) fn create(
         &self,
         context: &Arc<Context>,
         bytes: u64,
-    ) -> Result<PhysicalMemory, DriverError> {
+    ) -> Result<(PhysicalMemory, PhysicalKind), DriverError> {
+        if self.fabric.load(Ordering::Relaxed) {
+            let kind = PhysicalKind { fabric: true, ..self.get() };
+            match PhysicalMemory::create(context, bytes, kind) {
+                Ok(memory) => return Ok((memory, kind)),
+                Err(error) if error.code == code::OUT_OF_MEMORY => return Err(error),
+                // What machines without a fabric, or without the right to it, answer differs.
+                Err(_) => self.fabric.store(false, Ordering::Relaxed),
+            }
+        }
         let first = self.step.load(Ordering::Relaxed);
         let mut refusal = None;
         for (step, &kind) in self.ladder.iter().enumerate().skip(first) {
             match PhysicalMemory::create(context, bytes, kind) {
                 Ok(memory) => {
                     self.step.store(step, Ordering::Relaxed);
-                    return Ok(memory);
+                    return Ok((memory, kind));
                 }
                 Err(error) if refuses_kind(&error) => refusal = Some(error),
                 Err(error) => return Err(error),
@@ -62,6 +82,7 @@ fn refuses_kind(error: &DriverError) -> bool {
 #[derive(Debug)]
 pub struct CudaPage {
     memory: PhysicalMemory,
+    kind: PhysicalKind,
 }
 
 impl Page for CudaPage {
@@ -71,8 +92,13 @@ impl Page for CudaPage {
 }
 
 impl CudaPage {
-    pub(crate) fn new(memory: PhysicalMemory) -> Self {
-        CudaPage { memory }
+    pub(crate) fn new((memory, kind): (PhysicalMemory, PhysicalKind)) -> Self {
+        CudaPage { memory, kind }
+    }
+
+    /// What it can be exported as.
+    pub(crate) fn kind(&self) -> PhysicalKind {
+        self.kind
     }
 
     /// The driver's handle, to export it for instance.
@@ -81,8 +107,9 @@ impl CudaPage {
     }
 
     pub(crate) fn destroy(self) -> Result<(), Refused<Self, CudaError>> {
-        self.memory.release().map_err(|refused| Refused {
-            value: CudaPage { memory: refused.value },
+        let CudaPage { memory, kind } = self;
+        memory.release().map_err(|refused| Refused {
+            value: CudaPage { memory: refused.value, kind },
             error: refused.error.into(),
         })
     }
@@ -175,22 +202,39 @@ impl CudaReservation {
 }
 
 impl Reserved {
-    /// Lets one more device reach every page that has been made accessible.
+    /// Lets one more device reach every page that has been made accessible, or none of them.
     pub(crate) fn admit(&self, peer: Device) -> Result<(), CudaError> {
         let state = self.state.lock();
-        if state.range.is_none() {
-            return Ok(());
+        let Some(range) = &state.range else { return Ok(()) };
+        let mut pages = state.accessible();
+        let refused = pages.find_map(|(at, bytes)| {
+            let error = range.set_access(at, bytes, peer).err()?;
+            Some((at, error))
+        });
+        let Some((end, error)) = refused else { return Ok(()) };
+        for (at, bytes) in state.accessible().take_while(|(at, _)| *at < end) {
+            let _ = range.revoke_access(at, bytes, peer);
         }
-        for (&at, &(bytes, accessible)) in &state.pages {
-            if accessible {
-                state.range()?.set_access(at, bytes, peer)?;
-            }
+        Err(error.into())
+    }
+
+    /// Undoes [`admit`](Self::admit), as far as the driver does it.
+    pub(crate) fn dismiss(&self, peer: Device) {
+        let state = self.state.lock();
+        let Some(range) = &state.range else { return };
+        for (at, bytes) in state.accessible() {
+            let _ = range.revoke_access(at, bytes, peer);
         }
-        Ok(())
     }
 }
 
 impl ReservedState {
+    /// The pages that the device itself may reach: address, length.
+    fn accessible(&self) -> impl Iterator<Item = (u64, u64)> + '_ {
+        let accessible = self.pages.iter().filter(|(_, (_, accessible))| *accessible);
+        accessible.map(|(at, (bytes, _))| (*at, *bytes))
+    }
+
     fn range(&self) -> Result<&AddressRange, CudaError> {
         let gone = || DriverError::new("cuMemMap", code::INVALID_VALUE).into();
         self.range.as_ref().ok_or_else(gone)

@@ -79,15 +79,27 @@ impl Context {
     ///
     /// [`AddressRange::set_access`]: crate::AddressRange::set_access
     ///
+    /// Returns whether that is new.
+    ///
     /// # Errors
     /// `CUDA_ERROR_PEER_ACCESS_UNSUPPORTED` if the devices are not connected.
-    pub fn enable_peer_access(&self, peer: &Context) -> Result<(), DriverError> {
+    pub fn enable_peer_access(&self, peer: &Context) -> Result<bool, DriverError> {
         let _current = self.enter()?;
         // SAFETY: both contexts are retained; flags must be 0.
         match unsafe { call!(self.driver(), ctx_enable_peer_access(peer.raw(), 0)) } {
-            Err(error) if error.code == code::PEER_ACCESS_ALREADY_ENABLED => Ok(()),
-            result => result,
+            Err(error) if error.code == code::PEER_ACCESS_ALREADY_ENABLED => Ok(false),
+            result => result.map(|()| true),
         }
+    }
+
+    /// Undoes [`enable_peer_access`](Self::enable_peer_access).
+    ///
+    /// # Errors
+    /// `CUDA_ERROR_PEER_ACCESS_NOT_ENABLED` if there is nothing to undo.
+    pub fn disable_peer_access(&self, peer: &Context) -> Result<(), DriverError> {
+        let _current = self.enter()?;
+        // SAFETY: both contexts are retained.
+        unsafe { call!(self.driver(), ctx_disable_peer_access(peer.raw())) }
     }
 }
 

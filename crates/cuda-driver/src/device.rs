@@ -19,6 +19,8 @@ pub enum Attribute {
     VirtualMemory,
     /// Virtual memory can be exported as a file descriptor.
     PosixFileDescriptor,
+    /// Virtual memory can be exported as a fabric handle.
+    FabricHandle,
     /// Virtual memory can be made reachable by network cards (GPUDirect RDMA).
     GpuDirectWithVirtualMemory,
     /// `cuMemAllocAsync` works.
@@ -43,6 +45,7 @@ impl Attribute {
             Attribute::PosixFileDescriptor => {
                 CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED
             }
+            Attribute::FabricHandle => CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED,
             Attribute::GpuDirectWithVirtualMemory => {
                 CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED
             }
@@ -122,6 +125,17 @@ impl Device {
         unsafe { call!(self.driver, device_get_name(place, ROOM as c_int, self.raw)) }?;
         let name = CStr::from_bytes_until_nul(&name).unwrap_or(c"");
         Ok(name.to_string_lossy().into_owned())
+    }
+
+    /// What names it in every process of every machine.
+    ///
+    /// # Errors
+    /// Whatever the driver reports.
+    pub fn uuid(&self) -> Result<[u8; 16], DriverError> {
+        let mut uuid = sys::CUuuid { bytes: [0; 16] };
+        // SAFETY: the place for the result is valid.
+        unsafe { call!(self.driver, device_get_uuid(&raw mut uuid, self.raw)) }?;
+        Ok(uuid.bytes.map(|byte| byte as u8))
     }
 
     /// All its memory, in bytes.

@@ -47,6 +47,8 @@ pub mod code {
         LOSSY_QUERY = 402, "CUDA_ERROR_LOSSY_QUERY";
         /// No function of that name in the module.
         NOT_FOUND = 500, "CUDA_ERROR_NOT_FOUND";
+        /// A call of the operating system failed.
+        OPERATING_SYSTEM = 304, "CUDA_ERROR_OPERATING_SYSTEM";
         /// A handle is stale or belongs to another context.
         INVALID_HANDLE = 400, "CUDA_ERROR_INVALID_HANDLE";
         /// Asked about work that is still running; no failure.
@@ -57,6 +59,8 @@ pub mod code {
         LAUNCH_TIMEOUT = 702, "CUDA_ERROR_LAUNCH_TIMEOUT";
         /// Peer access was on already.
         PEER_ACCESS_ALREADY_ENABLED = 704, "CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED";
+        /// There is no peer access to take back.
+        PEER_ACCESS_NOT_ENABLED = 705, "CUDA_ERROR_PEER_ACCESS_NOT_ENABLED";
         /// The context was destroyed.
         CONTEXT_IS_DESTROYED = 709, "CUDA_ERROR_CONTEXT_IS_DESTROYED";
         /// A kernel's assertion failed. The context is lost.
@@ -210,11 +214,13 @@ mod tests {
             CUDA_ERROR_ILLEGAL_STATE,
             CUDA_ERROR_LOSSY_QUERY,
             CUDA_ERROR_NOT_FOUND,
+            CUDA_ERROR_OPERATING_SYSTEM,
             CUDA_ERROR_INVALID_HANDLE,
             CUDA_ERROR_NOT_READY,
             CUDA_ERROR_ILLEGAL_ADDRESS,
             CUDA_ERROR_LAUNCH_TIMEOUT,
             CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED,
+            CUDA_ERROR_PEER_ACCESS_NOT_ENABLED,
             CUDA_ERROR_CONTEXT_IS_DESTROYED,
             CUDA_ERROR_ASSERT,
             CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED,
@@ -244,7 +250,7 @@ mod tests {
             assert_eq!(known_name(known as u32), Some(format!("{known:?}").as_str()));
         }
         // One more than listed above: success.
-        assert_eq!(code::NAMES.len(), 46);
+        assert_eq!(code::NAMES.len(), 48);
         assert_eq!(known_name(CUDA_SUCCESS as u32), Some("CUDA_SUCCESS"));
     }
 

@@ -22,12 +22,30 @@ impl Event {
     /// # Errors
     /// Whatever the driver reports.
     pub fn create(context: &Arc<Context>) -> Result<Event, DriverError> {
+        Self::with_flags(context, sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as c_uint)
+    }
+
+    fn with_flags(context: &Arc<Context>, flags: c_uint) -> Result<Event, DriverError> {
         let _current = context.enter()?;
         let mut raw: sys::CUevent = std::ptr::null_mut();
-        let flags = sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as c_uint;
         // SAFETY: the place for the result is valid.
         unsafe { call!(context.driver(), event_create(&raw mut raw, flags)) }?;
-        Ok(Event { context: context.clone(), raw: raw.expose_provenance() })
+        Ok(Self::adopt(context, raw))
+    }
+
+    /// Creates an event that other processes can open and wait for, as long as it exists here.
+    ///
+    /// # Errors
+    /// Whatever the driver reports; there are only so many of these.
+    pub fn create_shared(context: &Arc<Context>) -> Result<Event, DriverError> {
+        let flags = sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as c_uint
+            | sys::CUevent_flags::CU_EVENT_INTERPROCESS as c_uint;
+        Self::with_flags(context, flags)
+    }
+
+    /// Takes over an event that the driver made.
+    pub(crate) fn adopt(context: &Arc<Context>, raw: sys::CUevent) -> Event {
+        Event { context: context.clone(), raw: raw.expose_provenance() }
     }
 
     /// The handle in the type of the driver's functions.

@@ -8,6 +8,7 @@ mod event;
 #[cfg(feature = "fake")]
 pub mod fake;
 mod host;
+mod ipc;
 mod loader;
 mod memory;
 mod mempool;
@@ -22,6 +23,7 @@ pub use device::{Attribute, Device};
 pub use error::{DriverError, Refused, code};
 pub use event::Event;
 pub use host::HostFlags;
+pub use ipc::{IpcHandle, OpenedMemory};
 pub use loader::{Driver, LoadError, Version};
 pub use memory::{DeviceMemory, MemoryInfo};
 pub use mempool::{MemoryPool, PoolCounter, PoolMemory, PoolReuseRule};

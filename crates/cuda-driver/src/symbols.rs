@@ -105,6 +105,7 @@ symbols! {
     device_get_count = cuDeviceGetCount(*mut c_int);
     device_get = cuDeviceGet(*mut sys::CUdevice, c_int);
     device_get_name = cuDeviceGetName(*mut c_char, c_int, sys::CUdevice);
+    device_get_uuid = cuDeviceGetUuid_v2(*mut sys::CUuuid, sys::CUdevice);
     device_total_mem = cuDeviceTotalMem_v2(*mut usize, sys::CUdevice);
     device_get_attribute = cuDeviceGetAttribute(*mut c_int, sys::CUdevice_attribute, sys::CUdevice);
     device_can_access_peer = cuDeviceCanAccessPeer(*mut c_int, sys::CUdevice, sys::CUdevice);
@@ -117,6 +118,7 @@ symbols! {
     ctx_synchronize = cuCtxSynchronize();
     ctx_get_device = cuCtxGetDevice(*mut sys::CUdevice);
     ctx_enable_peer_access = cuCtxEnablePeerAccess(sys::CUcontext, c_uint);
+    ctx_disable_peer_access = cuCtxDisablePeerAccess(sys::CUcontext);
 
     stream_create = cuStreamCreateWithPriority(*mut sys::CUstream, c_uint, c_int);
     stream_destroy = cuStreamDestroy_v2(sys::CUstream);
@@ -188,6 +190,13 @@ symbols! {
         *mut c_void,
         sys::CUmemAllocationHandleType,
     );
+
+    ipc_get_mem_handle = cuIpcGetMemHandle(*mut sys::CUipcMemHandle, sys::CUdeviceptr);
+    ipc_open_mem_handle =
+        cuIpcOpenMemHandle_v2(*mut sys::CUdeviceptr, sys::CUipcMemHandle, c_uint);
+    ipc_close_mem_handle = cuIpcCloseMemHandle(sys::CUdeviceptr);
+    ipc_get_event_handle = cuIpcGetEventHandle(*mut sys::CUipcEventHandle, sys::CUevent);
+    ipc_open_event_handle = cuIpcOpenEventHandle(*mut sys::CUevent, sys::CUipcEventHandle);
 
     device_get_default_mem_pool = cuDeviceGetDefaultMemPool(*mut sys::CUmemoryPool, sys::CUdevice);
     mem_pool_set_attribute =

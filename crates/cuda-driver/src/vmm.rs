@@ -15,6 +15,8 @@ use std::sync::Arc;
 pub struct PhysicalKind {
     /// Can be exported as a file descriptor.
     pub exportable: bool,
+    /// Can be exported as a fabric handle, which processes of other machines can import too.
+    pub fabric: bool,
     /// Can be reached by network cards (GPUDirect RDMA).
     pub gpu_direct: bool,
 }
@@ -56,6 +58,10 @@ const _: () = {
 const POSIX_FD: sys::CUmemAllocationHandleType =
     sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
 
+/// Exported and imported as 64 bytes.
+const FABRIC: sys::CUmemAllocationHandleType =
+    sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_FABRIC;
+
 impl Location {
     fn of(device: Device) -> Self {
         let kind = sys::CUmemLocationType_enum::CU_MEM_LOCATION_TYPE_DEVICE as u32;
@@ -67,7 +73,8 @@ impl AllocationProperties {
     fn of(device: Device, kind: PhysicalKind) -> Self {
         AllocationProperties {
             kind: sys::CUmemAllocationType_enum::CU_MEM_ALLOCATION_TYPE_PINNED as u32,
-            handle_types: if kind.exportable { POSIX_FD.0 } else { 0 },
+            handle_types: if kind.exportable { POSIX_FD.0 } else { 0 }
+                | if kind.fabric { FABRIC.0 } else { 0 },
             location: Location::of(device),
             windows_only: std::ptr::null_mut(),
             compression: 0,
@@ -183,15 +190,31 @@ impl AddressRange {
     /// # Errors
     /// `CUDA_ERROR_INVALID_VALUE` if not all of it is mapped and in the range.
     pub fn set_access(&self, at: u64, bytes: u64, device: Device) -> Result<(), DriverError> {
+        let flags = sys::CUmemAccess_flags_enum::CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+        self.protect(at, bytes, device, flags)
+    }
+
+    fn protect(
+        &self,
+        at: u64,
+        bytes: u64,
+        device: Device,
+        flags: sys::CUmemAccess_flags_enum,
+    ) -> Result<(), DriverError> {
         self.check("cuMemSetAccess", at, bytes)?;
         let _current = self.context.enter()?;
-        let description = AccessDescription {
-            location: Location::of(device),
-            flags: sys::CUmemAccess_flags_enum::CU_MEM_ACCESS_FLAGS_PROT_READWRITE as u32,
-        };
+        let description = AccessDescription { location: Location::of(device), flags: flags as u32 };
         let place = std::ptr::from_ref(&description).cast();
         // SAFETY: the addresses are ours; one description is passed, as counted.
         unsafe { call!(self.context.driver(), mem_set_access(at, size(bytes), place, 1)) }
+    }
+
+    /// Takes the access of [`set_access`](Self::set_access) away again.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn revoke_access(&self, at: u64, bytes: u64, device: Device) -> Result<(), DriverError> {
+        self.protect(at, bytes, device, sys::CUmemAccess_flags_enum::CU_MEM_ACCESS_FLAGS_PROT_NONE)
     }
 
     /// Unmaps what is mapped in `bytes` from `at` on: whole mappings only. Waits for nothing, so no
@@ -252,6 +275,11 @@ impl PhysicalMemory {
         self.bytes
     }
 
+    /// Where it is.
+    pub fn context(&self) -> &Arc<Context> {
+        &self.context
+    }
+
     /// Gives it back. Where it is still mapped it lives on until unmapped.
     ///
     /// # Errors
@@ -282,6 +310,38 @@ impl PhysicalMemory {
         unsafe { call!(self.context.driver(), mem_export(place, self.handle, POSIX_FD, 0)) }?;
         // SAFETY: the driver opened the descriptor for us; nobody else closes it.
         Ok(unsafe { OwnedFd::from_raw_fd(descriptor) })
+    }
+
+    /// 64 bytes that another process, on this machine or on one connected to it, can import.
+    ///
+    /// # Errors
+    /// `CUDA_ERROR_INVALID_VALUE` if the memory was not created for this ([`PhysicalKind::fabric`]).
+    pub fn export_fabric(&self) -> Result<[u8; 64], DriverError> {
+        let _current = self.context.enter()?;
+        let mut handle = [0u8; 64];
+        let place = (&raw mut handle).cast::<c_void>();
+        // SAFETY: the place has the size of this kind of handle.
+        unsafe { call!(self.context.driver(), mem_export(place, self.handle, FABRIC, 0)) }?;
+        Ok(handle)
+    }
+
+    /// Physical memory of another process, from what [`export_fabric`](Self::export_fabric) gave
+    /// there. `bytes` must be the size it was created with.
+    ///
+    /// # Errors
+    /// `CUDA_ERROR_INVALID_VALUE` if that means no memory; `CUDA_ERROR_NOT_PERMITTED` where such
+    /// handles may not be used.
+    pub fn import_fabric(
+        context: &Arc<Context>,
+        mut fabric: [u8; 64],
+        bytes: u64,
+    ) -> Result<PhysicalMemory, DriverError> {
+        let _current = context.enter()?;
+        let mut handle = 0;
+        let value = (&raw mut fabric).cast::<c_void>();
+        // SAFETY: the place for the result is valid; the value is such a handle.
+        unsafe { call!(context.driver(), mem_import(&raw mut handle, value, FABRIC)) }?;
+        Ok(PhysicalMemory { context: context.clone(), handle, bytes })
     }
 
     /// Physical memory of another process, from a descriptor it exported. `bytes` must be the size

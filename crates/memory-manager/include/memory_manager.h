@@ -46,7 +46,7 @@ enum {
 };
 
 typedef struct mm_stats {
-    uint64_t pinned_allocated; /* bytes that you have by address */
+    uint64_t pinned_allocated; /* bytes that you have */
     uint64_t pinned_reserved;  /* bytes held of the system */
     uint64_t device_allocated;
     uint64_t device_reserved;
@@ -90,6 +90,10 @@ mm_status mm_copy_to_host_async(const mm_manager *manager, void *to, const void 
 /* The most that a pool holds; to be set before its first use. */
 mm_status mm_set_pinned_pool_size(const mm_manager *manager, uint64_t bytes);
 mm_status mm_set_device_pool_size(const mm_manager *manager, uint64_t bytes);
+/* What stream-ordered pools keep when the host synchronises; to be set before their first use. */
+mm_status mm_set_release_threshold(const mm_manager *manager, uint64_t bytes);
+/* Gives unused memory of stream-ordered pools back until each holds `keep_bytes` at most. */
+mm_status mm_trim_device_pools(const mm_manager *manager, uint64_t keep_bytes);
 
 /* Where new device memory comes from. What the device lacks falls back: a private pool to the default
  * one, and that to caching. The effective mode says what is used. */

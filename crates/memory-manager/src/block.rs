@@ -1,6 +1,6 @@
 //! One allocation: the memory, whoever holds it, and its release.
 
-use crate::error::ManagerError;
+use crate::error::{ManagerError, MemoryKind};
 use crate::platform::{HostMemory, Platform, StreamOf};
 use alloc_api::Device;
 use alloc_api::report::{self, MemoryUsage};
@@ -10,6 +10,27 @@ use alloc_core::ordered::{OrderedAllocator, StreamWait};
 use alloc_core::{Addr, Allocation, CachingAllocator, DeviceId, StreamId};
 use parking_lot::Mutex;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Bytes that users have, by kind of memory.
+#[derive(Debug, Default)]
+pub(crate) struct Totals {
+    pinned: AtomicU64,
+    device: AtomicU64,
+}
+
+impl Totals {
+    pub(crate) fn of(&self, kind: MemoryKind) -> u64 {
+        self.counter(kind).load(Ordering::Relaxed)
+    }
+
+    fn counter(&self, kind: MemoryKind) -> &AtomicU64 {
+        match kind {
+            MemoryKind::Pinned => &self.pinned,
+            MemoryKind::Device => &self.device,
+        }
+    }
+}
 
 /// The pinned memory of a platform.
 pub(crate) type PinnedOf<P> = Arc<dyn HostMemory<StreamOf<P>>>;
@@ -32,36 +53,57 @@ pub(crate) struct Block<P: Platform> {
     stream: Option<StreamOf<P>>,
     /// Streams whose work comes after the allocation.
     ordered: Mutex<Vec<StreamId>>,
+    totals: Arc<Totals>,
 }
 
 impl<P: Platform> Block<P> {
-    pub(crate) fn pinned(host: PinnedOf<P>, allocation: HostAllocation) -> Self {
+    pub(crate) fn pinned(
+        host: PinnedOf<P>,
+        allocation: HostAllocation,
+        totals: &Arc<Totals>,
+    ) -> Self {
         let (addr, bytes) = (allocation.addr(), allocation.requested());
-        Self::new(Memory::Pinned(host, allocation), addr, bytes, None)
+        Self::new(Memory::Pinned(host, allocation), (addr, bytes), None, totals)
     }
 
     pub(crate) fn caching(
         allocator: CachingAllocator<P::Backend>,
         allocation: Allocation,
         stream: &StreamOf<P>,
+        totals: &Arc<Totals>,
     ) -> Self {
-        let (addr, bytes) = (allocation.addr(), allocation.requested());
-        Self::new(Memory::Caching(allocator, allocation), addr, bytes, Some(stream.clone()))
+        let range = (allocation.addr(), allocation.requested());
+        Self::new(Memory::Caching(allocator, allocation), range, Some(stream.clone()), totals)
     }
 
     pub(crate) fn ordered(
         allocator: OrderedAllocator<P::Backend>,
-        addr: Addr,
-        bytes: u64,
+        range: (Addr, u64),
         stream: &StreamOf<P>,
+        totals: &Arc<Totals>,
     ) -> Self {
-        Self::new(Memory::Ordered(allocator, addr), addr, bytes, Some(stream.clone()))
+        Self::new(Memory::Ordered(allocator, range.0), range, Some(stream.clone()), totals)
     }
 
-    fn new(memory: Memory<P>, addr: Addr, bytes: u64, stream: Option<StreamOf<P>>) -> Self {
-        let block = Block { memory: Some(memory), addr, bytes, stream, ordered: Mutex::default() };
-        block.report(bytes as i64);
+    fn new(
+        memory: Memory<P>,
+        (addr, bytes): (Addr, u64),
+        stream: Option<StreamOf<P>>,
+        totals: &Arc<Totals>,
+    ) -> Self {
+        let (memory, totals) = (Some(memory), Arc::clone(totals));
+        let block = Block { memory, addr, bytes, stream, ordered: Mutex::default(), totals };
+        let before = block.total().fetch_add(bytes, Ordering::Relaxed);
+        block.report(bytes as i64, before + bytes);
         block
+    }
+
+    fn total(&self) -> &AtomicU64 {
+        self.totals.counter(self.kind())
+    }
+
+    fn kind(&self) -> MemoryKind {
+        if self.stream.is_some() { MemoryKind::Device } else { MemoryKind::Pinned }
     }
 
     pub(crate) fn addr(&self) -> Addr {
@@ -145,7 +187,8 @@ impl<P: Platform> Block<P> {
         };
         match refused {
             Ok(()) => {
-                self.report(-(self.bytes as i64));
+                let before = self.total().fetch_sub(self.bytes, Ordering::Relaxed);
+                self.report(-(self.bytes as i64), before - self.bytes);
                 Ok(())
             }
             Err((memory, error)) => {
@@ -155,13 +198,13 @@ impl<P: Platform> Block<P> {
         }
     }
 
-    /// Tells this thread's reporter. Totals are not gathered: they would take every lock.
-    fn report(&self, delta: i64) {
+    /// Tells this thread's reporter. What is reserved is not gathered: that would take every lock.
+    fn report(&self, delta: i64, allocated: u64) {
         let device = match self.device() {
             Some(index) => Device::new(P::KIND, index),
             None => Device::CPU,
         };
-        report::usage(|| MemoryUsage { addr: self.addr, delta, allocated: 0, reserved: 0, device });
+        report::usage(|| MemoryUsage { addr: self.addr, delta, allocated, reserved: 0, device });
     }
 }
 

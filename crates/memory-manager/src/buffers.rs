@@ -5,8 +5,8 @@ use crate::copy::{CopyJob, Direction};
 use crate::error::{ManagerError, MemoryKind};
 use crate::manager::MemoryManager;
 use crate::platform::{Platform, StreamOf};
-use alloc_core::Addr;
 use alloc_core::backend::{Backend, Completion};
+use alloc_core::{Addr, DeviceId};
 use std::fmt;
 
 /// Pinned memory, freed when it is dropped.
@@ -35,6 +35,11 @@ impl<P: Platform> DeviceBuffer<P> {
     /// How many bytes.
     pub fn bytes(&self) -> u64 {
         self.block.bytes()
+    }
+
+    /// Its device.
+    pub fn device(&self) -> DeviceId {
+        self.block.device().unwrap_or(self.manager.device())
     }
 
     /// Declares that work of `stream`, queued from now on, uses it.

@@ -18,8 +18,7 @@ pub struct ManagerConfig {
     pub caching: Config,
     /// How stream-ordered pools reuse memory.
     pub reuse: PoolReuse,
-    /// Bytes that a stream-ordered pool keeps when the host synchronises; `None` is the size of the
-    /// device pool, or all if that has none.
+    /// See [`set_release_threshold`](crate::MemoryManager::set_release_threshold).
     pub release_threshold: Option<u64>,
 }
 

@@ -1,10 +1,12 @@
 //! The allocators behind a manager, made when they are first needed.
 
-use crate::block::{Block, PinnedOf};
+use crate::block::{Block, PinnedOf, Totals};
 use crate::config::ManagerConfig;
 use crate::error::{ManagerError, MemoryKind, why_not};
 use crate::mode::{DeviceAllocatorMode, ModeReport};
 use crate::platform::{Platform, StreamOf};
+use alloc_api::Device;
+use alloc_api::report::{self, OutOfMemory};
 use alloc_core::backend::{Backend, Stream};
 use alloc_core::host::Place;
 use alloc_core::ordered::{
@@ -14,6 +16,7 @@ use alloc_core::stats::Gauge;
 use alloc_core::{CachingAllocator, DeviceId};
 use parking_lot::Mutex;
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 
 /// An allocator of device memory.
 enum Engine<P: Platform> {
@@ -29,12 +32,14 @@ pub(crate) struct Engines<P: Platform> {
     /// it but that of the settings.
     pinned: Mutex<Option<PinnedOf<P>>>,
     device: Mutex<Made<P>>,
+    totals: Arc<Totals>,
 }
 
 struct Settings {
     mode: DeviceAllocatorMode,
     pinned_pool: Option<u64>,
     device_pool: Option<u64>,
+    release_threshold: Option<u64>,
     /// Modes that turned out not to be there when they were first needed.
     lacking: BTreeSet<(DeviceId, DeviceAllocatorMode)>,
 }
@@ -62,6 +67,7 @@ impl<P: Platform> Engines<P> {
             mode: config.mode,
             pinned_pool: None,
             device_pool: None,
+            release_threshold: config.release_threshold,
             lacking: BTreeSet::new(),
         };
         Engines {
@@ -69,6 +75,7 @@ impl<P: Platform> Engines<P> {
             settings: Mutex::new(settings),
             pinned: Mutex::new(None),
             device: Mutex::default(),
+            totals: Arc::default(),
         }
     }
 
@@ -97,6 +104,15 @@ impl<P: Platform> Engines<P> {
             return Err(ManagerError::PoolInUse(MemoryKind::Device));
         }
         self.settings.lock().device_pool = Some(bytes);
+        Ok(())
+    }
+
+    pub(crate) fn set_release_threshold(&self, bytes: u64) -> Result<(), ManagerError> {
+        let made = self.device.lock();
+        if !made.is_empty() {
+            return Err(ManagerError::PoolInUse(MemoryKind::Device));
+        }
+        self.settings.lock().release_threshold = Some(bytes);
         Ok(())
     }
 
@@ -146,8 +162,22 @@ impl<P: Platform> Engines<P> {
         device: DeviceId,
     ) -> Result<Block<P>, ManagerError> {
         let host = self.pinned(platform)?;
-        let allocation = host.allocate(bytes, Place::Device(device))?;
-        Ok(Block::pinned(host, allocation))
+        let allocation = host.allocate(bytes, Place::Device(device));
+        let allocation = allocation.inspect_err(|error| self.report_failure(error, Device::CPU))?;
+        Ok(Block::pinned(host, allocation, &self.totals))
+    }
+
+    /// Bytes that users have.
+    pub(crate) fn allocated(&self, kind: MemoryKind) -> u64 {
+        self.totals.of(kind)
+    }
+
+    /// Tells this thread's reporter of a request that found no memory.
+    fn report_failure(&self, error: &ManagerError, device: Device) {
+        if let ManagerError::OutOfMemory { kind, bytes, .. } = *error {
+            let allocated = self.allocated(kind);
+            report::out_of_memory(|| OutOfMemory { bytes, allocated, reserved: 0, device });
+        }
     }
 
     fn pinned(&self, platform: &P) -> Result<PinnedOf<P>, ManagerError> {
@@ -172,17 +202,29 @@ impl<P: Platform> Engines<P> {
         bytes: u64,
         stream: &StreamOf<P>,
     ) -> Result<Block<P>, ManagerError> {
-        match self.engine(platform, stream.device())? {
+        let engine = self.engine(platform, stream.device())?;
+        let block = self.block_of(engine, bytes, stream);
+        let device = Device::new(P::KIND, stream.device());
+        block.inspect_err(|error| self.report_failure(error, device))
+    }
+
+    fn block_of(
+        &self,
+        engine: Engine<P>,
+        bytes: u64,
+        stream: &StreamOf<P>,
+    ) -> Result<Block<P>, ManagerError> {
+        match engine {
             Engine::Caching(allocator) => {
                 let allocation = allocator.allocate(bytes, stream);
                 let allocation =
                     allocation.map_err(|error| ManagerError::from_caching(bytes, error))?;
-                Ok(Block::caching(allocator, allocation, stream))
+                Ok(Block::caching(allocator, allocation, stream, &self.totals))
             }
             Engine::Ordered(allocator) => {
                 let addr = allocator.allocate(bytes, stream);
                 let addr = addr.map_err(|error| ManagerError::from_ordered(bytes, error))?;
-                Ok(Block::ordered(allocator, addr, bytes, stream))
+                Ok(Block::ordered(allocator, (addr, bytes), stream, &self.totals))
             }
         }
     }
@@ -241,8 +283,11 @@ impl<P: Platform> Engines<P> {
         device: DeviceId,
         mode: DeviceAllocatorMode,
     ) -> Result<OrderedAllocator<P::Backend>, ManagerError> {
-        let size = self.settings.lock().device_pool;
-        let threshold = self.config.release_threshold.or(size).unwrap_or(u64::MAX);
+        let (size, threshold) = {
+            let settings = self.settings.lock();
+            (settings.device_pool, settings.release_threshold)
+        };
+        let threshold = threshold.or(size).unwrap_or(u64::MAX);
         let pool = match mode {
             DeviceAllocatorMode::CudaAsyncPool => PoolChoice::Private { bytes_max: size },
             _ => PoolChoice::Default,
@@ -266,8 +311,8 @@ impl<P: Platform> Engines<P> {
     /// Gives cached memory of every allocator back. All are tried; the first error comes out.
     pub(crate) fn empty_caches(&self) -> Result<(), ManagerError> {
         let (pinned, engines) = self.all();
-        let result = pinned.map_or(Ok(()), |host| host.empty_cache());
-        engines.into_iter().fold(result, |result, engine| {
+        let mut result = pinned.map_or(Ok(()), |host| host.empty_cache());
+        for engine in engines {
             let emptied = match engine {
                 Engine::Caching(allocator) => {
                     allocator.empty_cache().map_err(|error| ManagerError::from_caching(0, error))
@@ -276,8 +321,21 @@ impl<P: Platform> Engines<P> {
                     allocator.empty_cache().map_err(|error| ManagerError::from_ordered(0, error))
                 }
             };
-            result.and(emptied)
-        })
+            result = result.and(emptied);
+        }
+        result
+    }
+
+    /// Gives unused memory of each stream-ordered pool back until it holds `keep_bytes` at most.
+    pub(crate) fn trim(&self, keep_bytes: u64) -> Result<(), ManagerError> {
+        let (_, engines) = self.all();
+        let mut result = Ok(());
+        for engine in engines {
+            let Engine::Ordered(allocator) = engine else { continue };
+            let trimmed = allocator.trim(keep_bytes);
+            result = result.and(trimmed.map_err(|error| ManagerError::from_ordered(0, error)));
+        }
+        result
     }
 
     /// Bytes held of the system: pinned memory, device memory of all devices. Figures that cannot be

@@ -16,6 +16,7 @@ mod error;
 mod manager;
 mod mode;
 mod platform;
+mod registered;
 mod table;
 
 pub use buffers::{CopyRefused, DeviceBuffer, InFlight, PinnedBuffer};
@@ -27,3 +28,4 @@ pub use error::{ManagerError, MemoryKind};
 pub use manager::{ManagerStats, MemoryManager, Outstanding, ShutdownReport};
 pub use mode::{DeviceAllocatorMode, ModeReport};
 pub use platform::{HostMemory, Platform, StreamOf};
+pub use registered::{ManagedDevice, ManagedPinned};

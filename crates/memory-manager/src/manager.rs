@@ -44,11 +44,11 @@ pub struct ShutdownReport {
 /// Figures, in bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct ManagerStats {
-    /// Pinned memory that users have by address.
+    /// Pinned memory that users have, in buffers and by address.
     pub pinned_allocated: u64,
     /// Pinned memory held of the system.
     pub pinned_reserved: u64,
-    /// Device memory that users have by address.
+    /// Device memory that users have, in buffers and by address.
     pub device_allocated: u64,
     /// Device memory held of the devices.
     pub device_reserved: u64,
@@ -319,6 +319,27 @@ impl<P: Platform> MemoryManager<P> {
         self.inner.engines.set_device_pool(bytes)
     }
 
+    /// Lets stream-ordered pools keep so many bytes when the host synchronises; what is unused beyond
+    /// goes back to the device then. Without it that is the size of the device pool, or all if that has
+    /// none. To be set before the first device allocation.
+    ///
+    /// # Errors
+    /// [`ManagerError::PoolInUse`] after it, [`ManagerError::ShutDown`].
+    pub fn set_release_threshold(&self, bytes: u64) -> Result<(), ManagerError> {
+        let _open = self.inner.enter()?;
+        self.inner.engines.set_release_threshold(bytes)
+    }
+
+    /// Gives unused memory of stream-ordered pools back to the devices until each pool holds
+    /// `keep_bytes` at most. Waits for nothing: memory whose free the host has not seen stays.
+    ///
+    /// # Errors
+    /// [`ManagerError::ShutDown`]; or whatever the driver reports. Each pool is tried.
+    pub fn trim_device_pools(&self, keep_bytes: u64) -> Result<(), ManagerError> {
+        let _open = self.inner.enter()?;
+        self.inner.engines.trim(keep_bytes)
+    }
+
     /// Chooses where device memory comes from, from now on: what is allocated already stays where it
     /// is. If the device lacks the mode, a simpler one is used, and the report says so.
     ///
@@ -380,13 +401,12 @@ impl<P: Platform> MemoryManager<P> {
     /// [`ManagerError::ShutDown`].
     pub fn stats(&self) -> Result<ManagerStats, ManagerError> {
         let _open = self.inner.enter()?;
-        let Outstanding { pinned, device } = self.outstanding();
-        let sum = |list: Vec<(Addr, u64)>| list.into_iter().map(|(_, bytes)| bytes).sum();
-        let (pinned_reserved, device_reserved) = self.inner.engines.reserved(&self.inner.platform);
+        let engines = &self.inner.engines;
+        let (pinned_reserved, device_reserved) = engines.reserved(&self.inner.platform);
         Ok(ManagerStats {
-            pinned_allocated: sum(pinned),
+            pinned_allocated: engines.allocated(MemoryKind::Pinned),
             pinned_reserved,
-            device_allocated: sum(device),
+            device_allocated: engines.allocated(MemoryKind::Device),
             device_reserved,
         })
     }

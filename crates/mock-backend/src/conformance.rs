@@ -1,8 +1,8 @@
 //! The contract of the backend traits as a suite that any backend can run, real GPUs included.
 //!
 //! A backend's test says how to make work and to wait for it ([`Harness`]) and calls [`run`], and
-//! [`run_virtual_memory`] and [`run_capture`] if it has those powers. Each check panics with what is wrong. They need
-//! about 100 MiB on one device that nothing else fills up meanwhile.
+//! [`run_virtual_memory`], [`run_pools`] and [`run_capture`] if it has those powers. Each check panics
+//! with what is wrong. They need about 100 MiB on one device that nothing else fills up meanwhile.
 //!
 //! ```
 //! use alloc_core::DeviceId;
@@ -25,8 +25,10 @@
 //! ```
 
 mod capture;
+mod pools;
 
 pub use capture::{CaptureHarness, run_capture};
+pub use pools::run_pools;
 
 use std::fmt::Debug;
 

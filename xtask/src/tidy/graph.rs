@@ -62,7 +62,8 @@ fn problem(
              neither could be published first otherwise"
         ));
     }
-    if row.uses.contains(&to.as_str()) || is_dev && to == JUDGE {
+    let for_tests = to == JUDGE || policy::FOR_TESTS.contains(&(from.as_str(), to.as_str()));
+    if row.uses.contains(&to.as_str()) || is_dev && for_tests {
         return None;
     }
     Some(if to == JUDGE {

@@ -24,6 +24,10 @@ pub(super) enum Outside {
 /// The simulated device: a dev-dependency anywhere.
 pub(super) const JUDGE: &str = "mock-backend";
 
+/// Pairs of crates: the first may have the second as a dev-dependency, though it may not depend on it.
+pub(super) const FOR_TESTS: &[(&str, &str)] =
+    &[("alloc-cuda", "alloc-ipc"), ("alloc-cuda", "alloc-shm")];
+
 /// Core names no backend, backends do not name each other, and nothing depends on a front end.
 pub(super) const CRATES: &[CratePolicy] = &[
     CratePolicy {
@@ -64,6 +68,13 @@ pub(super) const CRATES: &[CratePolicy] = &[
             "src/arena/block",
             "src/arena/import",
         ],
+    },
+    CratePolicy {
+        // Generic over the traits of sharing: it names no backend.
+        name: "alloc-ipc",
+        uses: &["alloc-core", "alloc-shm"],
+        outside: Outside::Any,
+        unsafe_in: &[],
     },
     CratePolicy {
         name: "alloc-cpu",

@@ -1,6 +1,7 @@
 //! What is better seen from outside: a process whose GPU context is lost, one that exits with an
 //! allocator in a static, and one with cudarc, which panics where it cannot go on.
 
+use crate::ipc;
 use crate::rig::{FIRST, MIB, Rig};
 use crate::runner::{Outcome, Scenario};
 use alloc_core::{Addr, Config};
@@ -15,7 +16,7 @@ pub(crate) const SCENARIOS: &[Scenario] = &[
     Scenario { name: "child::cudarc", test: |rig| spawn(rig, "cudarc") },
 ];
 
-const OPTION: &str = "--child=";
+pub(crate) const OPTION: &str = "--child=";
 
 /// The part to play, if this process was started by [`spawn`].
 pub(crate) fn requested(arguments: &[String]) -> Option<&str> {
@@ -34,7 +35,11 @@ fn spawn(rig: &Rig, part: &str) -> Outcome {
 }
 
 pub(crate) fn run(part: &str) -> ExitCode {
+    let (part, seed) = part.split_once(':').unwrap_or((part, "0"));
+    let seed = seed.parse().expect("a number");
     match part {
+        "consumer" => ipc::consumer(seed),
+        "producer" => ipc::producer(seed),
         "context_lost" => context_lost(),
         "exit" => exit_with_live_memory(),
         #[cfg(feature = "cudarc")]

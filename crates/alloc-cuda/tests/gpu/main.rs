@@ -13,6 +13,7 @@ mod child;
 mod data;
 mod devices;
 mod graphs;
+mod ipc;
 mod limits;
 mod rig;
 mod runner;
@@ -26,13 +27,14 @@ use std::process::ExitCode;
 
 /// Every test, in the order in which they run: what the others rely on comes first.
 fn scenarios() -> Vec<Scenario> {
-    let groups: [&[Scenario]; 8] = [
+    let groups: [&[Scenario]; 9] = [
         backend::SCENARIOS,
         streams::SCENARIOS,
         data::SCENARIOS,
         virtual_memory::SCENARIOS,
         graphs::SCENARIOS,
         devices::SCENARIOS,
+        ipc::SCENARIOS,
         limits::SCENARIOS,
         soak::SCENARIOS,
     ];

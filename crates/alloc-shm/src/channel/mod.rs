@@ -290,6 +290,11 @@ impl Channel {
         self.shared.lent.lock().len()
     }
 
+    /// [`lent`](Channel::lent) as of the last time that anything was read: reads and sends nothing.
+    pub fn lent_unread(&self) -> usize {
+        self.shared.lent.lock().len()
+    }
+
     /// Waits until the peer has given everything back.
     ///
     /// # Errors

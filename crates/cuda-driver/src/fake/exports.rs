@@ -1,13 +1,14 @@
 //! The imitation's functions, with the driver's C signatures.
 
 use super::call::*;
-use super::memory::{Code, PAGE};
+use super::memory::{Code, FABRIC, PAGE, POSIX_FD};
 use super::pools::{FIRST_FLAG, LAST_FLAG};
 use super::state::{Event, Work};
 use crate::error::code;
 use crate::symbols::types;
 use cudarc::driver::sys;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_ulonglong, c_void};
+use std::os::fd::{BorrowedFd, IntoRawFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
 
@@ -70,6 +71,28 @@ unsafe extern "C" fn error_name(number: u32, out: *mut *const c_char) -> u32 {
     code::SUCCESS
 }
 
+/// What tells the kinds of 64-byte handles apart.
+const FABRIC_TAG: u64 = 0x0066_6162_7269_6300;
+const MEMORY_TAG: u64 = 0x006d_656d_6f72_7900;
+const EVENT_TAG: u64 = 0x0065_7665_6e74_0000;
+
+/// A 64-byte handle that stands for a number.
+fn tagged(number: u64, tag: u64) -> [u8; 64] {
+    let mut handle = [0; 64];
+    handle[..8].copy_from_slice(&tag.to_le_bytes());
+    handle[8..16].copy_from_slice(&number.to_le_bytes());
+    handle
+}
+
+fn untagged(handle: [u8; 64], tag: u64) -> Result<u64, Code> {
+    let [own, number] = [0, 8].map(|at| {
+        let mut word = [0; 8];
+        word.copy_from_slice(&handle[at..at + 8]);
+        u64::from_le_bytes(word)
+    });
+    if own == tag { Ok(number) } else { Err(code::INVALID_VALUE) }
+}
+
 exports! {
     cuInit(_flags: c_uint) { on_state("cuInit", |_| Ok(())) }
 
@@ -101,7 +124,9 @@ exports! {
         on_state("cuDeviceGetAttribute", |state| Ok(match attribute {
             CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT => 4,
             CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR => 9,
-            CU_DEVICE_ATTRIBUTE_VIRTUAL_ADDRESS_MANAGEMENT_SUPPORTED => 1,
+            CU_DEVICE_ATTRIBUTE_VIRTUAL_ADDRESS_MANAGEMENT_SUPPORTED
+            | CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED
+            | CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED => 1,
             CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED => c_int::from(!state.pools.are_missing),
             _ => 0,
         }))
@@ -154,7 +179,17 @@ exports! {
     cuCtxEnablePeerAccess(peer: sys::CUcontext, _flags: c_uint) {
         on_state("cuCtxEnablePeerAccess", |state| {
             let (own, peer) = (current(state)?, state.device_of_context(peer as usize)?);
-            if own == peer { Err(code::INVALID_DEVICE) } else { Ok(()) }
+            if own == peer {
+                return Err(code::INVALID_DEVICE);
+            }
+            let is_new = state.peers.insert((own, peer));
+            if is_new { Ok(()) } else { Err(code::PEER_ACCESS_ALREADY_ENABLED) }
+        })
+    }
+    cuCtxDisablePeerAccess(peer: sys::CUcontext) {
+        on_state("cuCtxDisablePeerAccess", |state| {
+            let pair = (current(state)?, state.device_of_context(peer as usize)?);
+            if state.peers.remove(&pair) { Ok(()) } else { Err(code::PEER_ACCESS_NOT_ENABLED) }
         })
     }
 
@@ -254,11 +289,12 @@ exports! {
         })
     }
 
-    cuEventCreate(_flags: c_uint) -> sys::CUevent {
+    cuEventCreate(flags: c_uint) -> sys::CUevent {
         on_state("cuEventCreate", |state| {
             let device = current(state)?;
             let handle = state.handle();
-            state.events.insert(handle, Event::new(device));
+            let shared = flags & sys::CUevent_flags::CU_EVENT_INTERPROCESS as c_uint != 0;
+            state.events.insert(handle, Event::new(device, shared));
             Ok(std::ptr::without_provenance_mut(handle))
         })
     }
@@ -405,7 +441,9 @@ exports! {
         on_state("cuMemCreate", |state| {
             // SAFETY: the driver's contract: readable; the device's number is the fourth word.
             let device = unsafe { read_word(properties, 3) };
-            state.memory.create(device as usize, bytes as u64)
+            // SAFETY: as above; the kinds of handles are the second word.
+            let kinds = unsafe { read_word(properties, 1) };
+            state.memory.create(device as usize, bytes as u64, kinds)
         })
     }
     cuMemRelease(handle: sys::CUmemGenericAllocationHandle) {
@@ -425,20 +463,89 @@ exports! {
     ) {
         // SAFETY: the driver's contract: readable; the device's number is the second word.
         let device = unsafe { read_word(access, 1) };
+        // SAFETY: as above; the rights are the third word.
+        let rights = unsafe { read_word(access, 2) };
         on_state("cuMemSetAccess", |state| {
-            state.memory.set_access(at, bytes as u64, device as usize)
+            state.memory.set_access(at, bytes as u64, device as usize, rights != 0)
         })
     }
     cuMemExportToShareableHandle(
-        _out: *mut c_void, _handle: sys::CUmemGenericAllocationHandle,
-        _kind: sys::CUmemAllocationHandleType, _flags: c_ulonglong
+        out: *mut c_void, handle: sys::CUmemGenericAllocationHandle,
+        kind: sys::CUmemAllocationHandleType, _flags: c_ulonglong
     ) {
-        Err(code::NOT_SUPPORTED)
+        on_state("cuMemExportToShareableHandle", |state| match kind.0 {
+            POSIX_FD => {
+                let descriptor = state.memory.export_descriptor(handle)?.into_raw_fd();
+                // SAFETY: the driver's contract: a place for this kind of handle.
+                unsafe { put(out.cast::<c_int>(), descriptor) }
+            }
+            FABRIC => {
+                let handle = tagged(state.memory.export_fabric(handle)?, FABRIC_TAG);
+                // SAFETY: the driver's contract: a place for this kind of handle.
+                unsafe { put(out.cast::<[u8; 64]>(), handle) }
+            }
+            _ => Err(code::NOT_SUPPORTED),
+        })
     }
     cuMemImportFromShareableHandle(
-        _value: *mut c_void, _kind: sys::CUmemAllocationHandleType
+        value: *mut c_void, kind: sys::CUmemAllocationHandleType
     ) -> sys::CUmemGenericAllocationHandle {
-        Err(code::NOT_SUPPORTED)
+        on_state("cuMemImportFromShareableHandle", |state| match kind.0 {
+            POSIX_FD => {
+                let number = c_int::try_from(value.addr()).map_err(|_| code::INVALID_VALUE)?;
+                // SAFETY: the driver's contract: in the place of a pointer, an open descriptor.
+                let descriptor = unsafe { BorrowedFd::borrow_raw(number) };
+                state.memory.import_descriptor(descriptor)
+            }
+            FABRIC => {
+                // SAFETY: the driver's contract: such a handle.
+                let handle = unsafe { value.cast::<[u8; 64]>().read() };
+                state.memory.import_fabric(untagged(handle, FABRIC_TAG)?)
+            }
+            _ => Err(code::NOT_SUPPORTED),
+        })
+    }
+
+    cuDeviceGetUuid_v2(device: sys::CUdevice) -> sys::CUuuid {
+        on_state("cuDeviceGetUuid_v2", |_| Ok(sys::CUuuid { bytes: [device as c_char + 1; 16] }))
+    }
+    cuIpcGetMemHandle(addr: sys::CUdeviceptr) -> sys::CUipcMemHandle {
+        on_state("cuIpcGetMemHandle", |state| {
+            if !state.memory.is_direct(addr) {
+                return Err(code::INVALID_VALUE);
+            }
+            Ok(sys::CUipcMemHandle { reserved: tagged(addr, MEMORY_TAG).map(|b| b as c_char) })
+        })
+    }
+    cuIpcOpenMemHandle_v2(handle: sys::CUipcMemHandle, _flags: c_uint) -> sys::CUdeviceptr {
+        on_state("cuIpcOpenMemHandle_v2", |state| {
+            let addr = untagged(handle.reserved.map(|byte| byte as u8), MEMORY_TAG)?;
+            let device = current(state)?;
+            state.memory.open(addr, device)
+        })
+    }
+    cuIpcCloseMemHandle(addr: sys::CUdeviceptr) {
+        on_state("cuIpcCloseMemHandle", |state| state.memory.close(addr))
+    }
+    cuIpcGetEventHandle(event: sys::CUevent) -> sys::CUipcEventHandle {
+        on_state("cuIpcGetEventHandle", |state| {
+            let known = state.events.get(&(event as usize)).filter(|event| event.shared);
+            known.ok_or(code::INVALID_HANDLE)?;
+            let handle = tagged(event as u64, EVENT_TAG);
+            Ok(sys::CUipcEventHandle { reserved: handle.map(|byte| byte as c_char) })
+        })
+    }
+    cuIpcOpenEventHandle(handle: sys::CUipcEventHandle) -> sys::CUevent {
+        on_state("cuIpcOpenEventHandle", |state| {
+            let of = untagged(handle.reserved.map(|byte| byte as u8), EVENT_TAG)? as usize;
+            if !state.events.contains_key(&of) {
+                return Err(code::INVALID_HANDLE);
+            }
+            let device = current(state)?;
+            let opened = state.handle();
+            state.events.insert(opened, Event::opened(device, of));
+            Ok(std::ptr::without_provenance_mut(opened))
+        })
     }
 
     cuDeviceGetDefaultMemPool(device: sys::CUdevice) -> sys::CUmemoryPool {

@@ -2,12 +2,26 @@
 
 use crate::error::code;
 use std::collections::BTreeMap;
+use std::fs::File;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::MetadataExt;
 
 /// A result code as an error.
 pub(super) type Code = u32;
 
 /// The driver's unit: sizes round up to it, addresses and physical memory are multiples of it.
 pub(super) const PAGE: u64 = 2 << 20;
+
+/// Bits of `CUmemAllocationHandleType`.
+pub(super) const POSIX_FD: u32 = 1;
+pub(super) const FABRIC: u32 = 8;
+
+/// Which file a descriptor is of.
+fn inode(descriptor: BorrowedFd<'_>) -> Result<u64, Code> {
+    let file = descriptor.try_clone_to_owned().map(File::from);
+    let info = file.and_then(|file| file.metadata()).map_err(|_| code::OPERATING_SYSTEM)?;
+    Ok(info.ino())
+}
 
 /// Memory of one call to `cuMemAlloc` or `cuMemCreate`.
 struct Span {
@@ -27,7 +41,18 @@ struct Mapping {
 struct Physical {
     span: Span,
     mappings: u32,
-    released: bool,
+    /// Handles that mean it.
+    handles: u32,
+    /// What it can be exported as: bits of `CUmemAllocationHandleType`.
+    kinds: u32,
+    /// A descriptor that stands for it, once it was exported as one.
+    identity: Option<std::io::PipeReader>,
+}
+
+/// Memory of `cuMemAlloc` that was opened as another process would.
+struct Opened {
+    target: u64,
+    bytes: u64,
 }
 
 /// How much a device has.
@@ -43,6 +68,11 @@ pub(super) struct Memory {
     direct: BTreeMap<u64, Span>,
     reserved: BTreeMap<u64, u64>,
     physical: BTreeMap<u64, Physical>,
+    /// What handles of physical memory mean.
+    handles: BTreeMap<u64, u64>,
+    opened: BTreeMap<u64, Opened>,
+    /// Which device's kernel is running, and which devices' memory it may reach.
+    pub(super) running: Option<(usize, Vec<usize>)>,
     mapped: BTreeMap<u64, Mapping>,
     next_addr: u64,
     next_handle: u64,
@@ -64,7 +94,8 @@ impl Memory {
 
     /// Spans, ranges, physical memory and mappings not given back yet.
     pub(super) fn outstanding(&self) -> usize {
-        self.direct.len() + self.reserved.len() + self.physical.len() + self.mapped.len()
+        let physical = self.physical.len() + self.handles.len();
+        self.direct.len() + self.opened.len() + self.reserved.len() + physical + self.mapped.len()
     }
 
     fn take(&mut self, device: usize, bytes: u64) -> Result<(), Code> {
@@ -127,35 +158,103 @@ impl Memory {
         Ok(())
     }
 
-    pub(super) fn create(&mut self, device: usize, bytes: u64) -> Result<u64, Code> {
+    pub(super) fn create(&mut self, device: usize, bytes: u64, kinds: u32) -> Result<u64, Code> {
         if bytes == 0 || !bytes.is_multiple_of(PAGE) {
             return Err(code::INVALID_VALUE);
         }
         self.take(device, bytes)?;
-        let handle = self.next_handle;
-        self.next_handle += 1;
+        let id = self.number();
         let span = Span { device, bytes: vec![0; bytes as usize] };
-        self.physical.insert(handle, Physical { span, mappings: 0, released: false });
+        let physical = Physical { span, mappings: 0, handles: 0, kinds, identity: None };
+        self.physical.insert(id, physical);
+        self.new_handle(id)
+    }
+
+    fn number(&mut self) -> u64 {
+        self.next_handle += 1;
+        self.next_handle
+    }
+
+    /// One more handle of physical memory.
+    fn new_handle(&mut self, id: u64) -> Result<u64, Code> {
+        self.physical.get_mut(&id).ok_or(code::INVALID_VALUE)?.handles += 1;
+        let handle = self.number();
+        self.handles.insert(handle, id);
         Ok(handle)
     }
 
-    pub(super) fn release(&mut self, handle: u64) -> Result<(), Code> {
-        let physical = self.physical.get_mut(&handle).ok_or(code::INVALID_VALUE)?;
-        if physical.released {
-            return Err(code::INVALID_VALUE);
+    /// The physical memory of a handle, to be exported as `kind`.
+    fn exported(&mut self, handle: u64, kind: u32) -> Result<(u64, &mut Physical), Code> {
+        let id = *self.handles.get(&handle).ok_or(code::INVALID_VALUE)?;
+        let physical = self.physical.get_mut(&id).filter(|physical| physical.kinds & kind != 0);
+        Ok((id, physical.ok_or(code::INVALID_VALUE)?))
+    }
+
+    /// A descriptor that stands for the memory of a handle.
+    pub(super) fn export_descriptor(&mut self, handle: u64) -> Result<OwnedFd, Code> {
+        let (_, physical) = self.exported(handle, POSIX_FD)?;
+        if physical.identity.is_none() {
+            physical.identity = Some(std::io::pipe().map_err(|_| code::OPERATING_SYSTEM)?.0);
         }
-        physical.released = true;
-        self.drop_unused(handle);
+        let identity = physical.identity.as_ref().ok_or(code::OPERATING_SYSTEM)?;
+        Ok(identity.try_clone().map_err(|_| code::OPERATING_SYSTEM)?.into())
+    }
+
+    /// The memory that a descriptor stands for.
+    pub(super) fn import_descriptor(&mut self, descriptor: BorrowedFd<'_>) -> Result<u64, Code> {
+        let wanted = inode(descriptor)?;
+        let same = |physical: &Physical| {
+            let own = physical.identity.as_ref().map(|identity| inode(identity.as_fd()));
+            own == Some(Ok(wanted))
+        };
+        let found = self.physical.iter().find(|(_, physical)| same(physical));
+        let id = *found.ok_or(code::INVALID_VALUE)?.0;
+        self.new_handle(id)
+    }
+
+    /// The number that stands for the memory of a handle.
+    pub(super) fn export_fabric(&mut self, handle: u64) -> Result<u64, Code> {
+        Ok(self.exported(handle, FABRIC)?.0)
+    }
+
+    pub(super) fn import_fabric(&mut self, number: u64) -> Result<u64, Code> {
+        self.new_handle(number)
+    }
+
+    /// Whether memory of `cuMemAlloc` begins there.
+    pub(super) fn is_direct(&self, addr: u64) -> bool {
+        self.direct.contains_key(&addr)
+    }
+
+    /// Opens memory of `cuMemAlloc` at another address.
+    pub(super) fn open(&mut self, target: u64, device: usize) -> Result<u64, Code> {
+        let span = self.direct.get(&target).filter(|span| span.device == device);
+        let bytes = span.ok_or(code::INVALID_VALUE)?.bytes.len() as u64;
+        let addr = self.addresses(bytes, PAGE);
+        self.opened.insert(addr, Opened { target, bytes });
+        Ok(addr)
+    }
+
+    pub(super) fn close(&mut self, addr: u64) -> Result<(), Code> {
+        self.opened.remove(&addr).map(drop).ok_or(code::INVALID_VALUE)
+    }
+
+    pub(super) fn release(&mut self, handle: u64) -> Result<(), Code> {
+        let id = self.handles.remove(&handle).ok_or(code::INVALID_VALUE)?;
+        if let Some(physical) = self.physical.get_mut(&id) {
+            physical.handles -= 1;
+        }
+        self.drop_unused(id);
         Ok(())
     }
 
     /// Physical memory ends once it is neither held nor mapped.
-    fn drop_unused(&mut self, handle: u64) {
-        let unused = self.physical.get(&handle).filter(|p| p.released && p.mappings == 0);
+    fn drop_unused(&mut self, id: u64) {
+        let unused = self.physical.get(&id).filter(|p| p.handles == 0 && p.mappings == 0);
         if let Some(physical) = unused {
             let (device, bytes) = (physical.span.device, physical.span.bytes.len() as u64);
             self.devices[device].used -= bytes;
-            self.physical.remove(&handle);
+            self.physical.remove(&id);
         }
     }
 
@@ -165,13 +264,14 @@ impl Memory {
         let before = self.mapped.range(..at).next_back();
         let overlaps = before.is_some_and(|(start, mapping)| start + mapping.bytes > at)
             || self.mapped.range(at..at + bytes).next().is_some();
-        let physical = self.physical.get_mut(&handle).ok_or(code::INVALID_VALUE)?;
-        let whole = physical.span.bytes.len() as u64 == bytes && !physical.released;
+        let id = *self.handles.get(&handle).ok_or(code::INVALID_VALUE)?;
+        let physical = self.physical.get_mut(&id).ok_or(code::INVALID_VALUE)?;
+        let whole = physical.span.bytes.len() as u64 == bytes;
         if !inside || overlaps || !whole || !at.is_multiple_of(PAGE) {
             return Err(code::INVALID_VALUE);
         }
         physical.mappings += 1;
-        self.mapped.insert(at, Mapping { bytes, physical: handle, access: Vec::new() });
+        self.mapped.insert(at, Mapping { bytes, physical: id, access: Vec::new() });
         Ok(())
     }
 
@@ -196,23 +296,39 @@ impl Memory {
         Ok(())
     }
 
-    pub(super) fn set_access(&mut self, at: u64, bytes: u64, device: usize) -> Result<(), Code> {
+    /// Lets a device use a range, or takes that back.
+    pub(super) fn set_access(
+        &mut self,
+        at: u64,
+        bytes: u64,
+        device: usize,
+        allowed: bool,
+    ) -> Result<(), Code> {
         if device >= self.devices.len() {
             return Err(code::INVALID_DEVICE);
         }
         for start in self.tiles(at, bytes)? {
             let mapping = self.mapped.get_mut(&start).ok_or(code::INVALID_VALUE)?;
-            mapping.access.push(device);
+            mapping.access.retain(|known| *known != device);
+            if allowed {
+                mapping.access.push(device);
+            }
         }
         Ok(())
     }
 
     /// The bytes from `addr` to the end of the span or mapping they are in.
     fn bytes_at(&mut self, addr: u64) -> Result<&mut [u8], Code> {
+        let addr = match self.opened.range(..=addr).next_back() {
+            Some((start, opened)) if addr - start < opened.bytes => opened.target + (addr - start),
+            _ => addr,
+        };
+        let running = self.running.as_ref();
         if let Some((start, mapping)) = self.mapped.range(..=addr).next_back() {
             let offset = addr - start;
             if offset < mapping.bytes {
-                if mapping.access.is_empty() {
+                let reaches = running.is_none_or(|(device, _)| mapping.access.contains(device));
+                if mapping.access.is_empty() || !reaches {
                     return Err(code::INVALID_VALUE);
                 }
                 let physical = self.physical.get_mut(&mapping.physical);
@@ -222,8 +338,12 @@ impl Memory {
                 };
             }
         }
+        let reaches =
+            |home| running.is_none_or(|(device, peers)| *device == home || peers.contains(&home));
         match self.direct.range_mut(..=addr).next_back() {
-            Some((start, span)) if addr - start < span.bytes.len() as u64 => {
+            Some((start, span))
+                if addr - start < span.bytes.len() as u64 && reaches(span.device) =>
+            {
                 Ok(&mut span.bytes[(addr - start) as usize..])
             }
             _ => Err(code::INVALID_VALUE),

@@ -121,6 +121,16 @@ impl Session {
         })
     }
 
+    /// Whether kernels of a device reach the byte at `addr`.
+    pub fn reaches(&self, device: usize, addr: u64) -> bool {
+        self.with(|state| {
+            state.memory.running = Some((device, state.peers_of(device)));
+            let reached = state.memory.visit(addr, 1, |_, _| {}).is_ok();
+            state.memory.running = None;
+            reached
+        })
+    }
+
     /// The device whose context is current on this thread.
     pub fn current_device(&self) -> Option<usize> {
         let handle = call::current_context()?;

@@ -5,7 +5,7 @@ use super::captures::{Captured, Captures};
 use super::memory::{Code, Memory};
 use super::pools::Pools;
 use crate::error::code;
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::ffi::c_void;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::ThreadId;
@@ -46,11 +46,19 @@ pub(super) struct Event {
     reached: u64,
     /// Where it was recorded last, if that was in a capture.
     captured: Option<Captured>,
+    /// Whether other processes may open it.
+    pub(super) shared: bool,
+    /// The event that was opened here as another process would.
+    of: Option<usize>,
 }
 
 impl Event {
-    pub(super) fn new(device: usize) -> Self {
-        Event { device, ..Event::default() }
+    pub(super) fn new(device: usize, shared: bool) -> Self {
+        Event { device, shared, ..Event::default() }
+    }
+
+    pub(super) fn opened(device: usize, of: usize) -> Self {
+        Event { device, of: Some(of), ..Event::default() }
     }
 }
 
@@ -79,6 +87,8 @@ pub(super) struct State {
     pub(super) kernel_handles: BTreeMap<usize, String>,
     pub(super) captures: Captures,
     pub(super) pinned: BTreeMap<usize, usize>,
+    /// Pairs of devices: kernels of the first may reach memory of the second.
+    pub(super) peers: BTreeSet<(usize, usize)>,
     /// Calls that fail: name, how many succeed before, code.
     pub(super) faults: Vec<(String, u32, Code)>,
     pub(super) shut_down: bool,
@@ -128,6 +138,11 @@ impl State {
     pub(super) fn device_of_context(&self, handle: usize) -> Result<usize, Code> {
         let retained = |context: &Context| context.handle == handle && context.retained > 0;
         self.contexts.iter().position(retained).ok_or(code::INVALID_CONTEXT)
+    }
+
+    /// The devices whose memory from `cuMemAlloc` kernels of a device reach.
+    pub(super) fn peers_of(&self, device: usize) -> Vec<usize> {
+        self.peers.iter().filter(|(from, _)| *from == device).map(|(_, to)| *to).collect()
     }
 
     /// Makes a stream and returns its handle.
@@ -208,7 +223,7 @@ impl State {
     pub(super) fn record(&mut self, event: usize, stream: usize) -> Result<(), Code> {
         let own = self.streams.get(&stream).ok_or(code::INVALID_HANDLE)?;
         let known = self.events.get_mut(&event).ok_or(code::INVALID_HANDLE)?;
-        if known.device != own.device {
+        if known.device != own.device || known.of.is_some() {
             return Err(code::INVALID_HANDLE);
         }
         known.captured = own.captured.clone();
@@ -222,6 +237,9 @@ impl State {
 
     pub(super) fn await_event(&mut self, stream: usize, event: usize) -> Result<(), Code> {
         let known = self.events.get(&event).ok_or(code::INVALID_HANDLE)?;
+        if let Some(of) = known.of {
+            return self.await_event(stream, of);
+        }
         let round = known.recorded;
         if let Some(captured) = known.captured.clone() {
             return self.join(stream, &captured);
@@ -321,7 +339,12 @@ impl State {
                 }
             }),
             Work::Run { kernel, arguments } => {
-                (kernel.run)(&mut super::KernelMemory { memory: &mut self.memory }, &arguments)
+                let device = self.streams.get(&stream).map(|own| own.device);
+                self.memory.running = device.map(|device| (device, self.peers_of(device)));
+                let memory = &mut super::KernelMemory { memory: &mut self.memory };
+                let result = (kernel.run)(memory, &arguments);
+                self.memory.running = None;
+                result
             }
             Work::Host { function, data } => {
                 if let Some(stream) = self.streams.get_mut(&stream) {

@@ -4,8 +4,6 @@
 //! context calls that function, once; what goes to C carries a Rust pointer as its context.
 
 use super::{Failure, functions, guarded, handle, is_place, mm_manager, mm_status, put};
-use crate::cuda::Cuda;
-use crate::platform::Platform;
 use alloc_api::{DataPtr, Device, DeviceType};
 use alloc_core::{Addr, DeviceId};
 use std::ffi::{c_int, c_void};
@@ -94,9 +92,7 @@ functions! {
         is_place(out)?;
         // SAFETY: passed on from the caller.
         let stream = unsafe { known.stream(stream) }?;
-        let buffer = known.manager.device_buffer(bytes, &stream)?;
-        let device = Device::new(Cuda::KIND, alloc_core::backend::Stream::device(&stream));
-        let pointer = DataPtr::owned(buffer.addr(), buffer, device);
+        let pointer = known.manager.device_buffer(bytes, &stream)?.into_data_ptr();
         // SAFETY: passed on from the caller.
         unsafe { put(out, mm_data_ptr::from_data_ptr(pointer)) }
     }
@@ -104,8 +100,7 @@ functions! {
     /// `mm_pinned_data`.
     fn mm_pinned_data(bytes: u64, out: *mut mm_data_ptr) |known| {
         is_place(out)?;
-        let buffer = known.manager.pinned_buffer(bytes)?;
-        let pointer = DataPtr::owned(buffer.addr(), buffer, Device::CPU);
+        let pointer = known.manager.pinned_buffer(bytes)?.into_data_ptr();
         // SAFETY: passed on from the caller.
         unsafe { put(out, mm_data_ptr::from_data_ptr(pointer)) }
     }

@@ -345,6 +345,16 @@ functions! {
         Ok(known.manager.set_device_pool_size(bytes)?)
     }
 
+    /// `mm_set_release_threshold`.
+    fn mm_set_release_threshold(bytes: u64) |known| {
+        Ok(known.manager.set_release_threshold(bytes)?)
+    }
+
+    /// `mm_trim_device_pools`.
+    fn mm_trim_device_pools(keep_bytes: u64) |known| {
+        Ok(known.manager.trim_device_pools(keep_bytes)?)
+    }
+
     /// `mm_set_device_allocator_mode`.
     fn mm_set_device_allocator_mode(mode: c_int) |known| {
         let mode = usize::try_from(mode).ok().and_then(|at| DeviceAllocatorMode::ALL.get(at));
@@ -413,11 +423,11 @@ functions! {
 #[repr(C)]
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct mm_stats {
-    /// Pinned memory that users have by address.
+    /// Pinned memory that users have.
     pub pinned_allocated: u64,
     /// Pinned memory held of the system.
     pub pinned_reserved: u64,
-    /// Device memory that users have by address.
+    /// Device memory that users have.
     pub device_allocated: u64,
     /// Device memory held of the devices.
     pub device_reserved: u64,

@@ -106,6 +106,7 @@ static void arguments(const mm_manager *mm) {
     EXPECT(MM_TOO_LARGE, mm_allocate_device(mm, UINT64_MAX, &memory));
     EXPECT(MM_OUT_OF_MEMORY, mm_allocate_device(mm, (uint64_t)1 << 40, &memory));
     EXPECT(MM_POOL_IN_USE, mm_set_device_pool_size(mm, 1));
+    EXPECT(MM_POOL_IN_USE, mm_set_release_threshold(mm, 1));
     EXPECT(MM_OK, mm_free_pinned(mm, NULL));
     EXPECT(MM_OK, mm_free_device(mm, NULL));
     EXPECT(MM_INVALID_ARGUMENT, mm_stream_retire(mm, NULL));
@@ -118,6 +119,7 @@ int main(int argc, char **argv) {
     EXPECT(MM_OK, mm_create_on_imitation(256 << 20, pools, &mm));
     EXPECT(MM_OK, mm_set_pinned_pool_size(mm, 128 << 20));
     EXPECT(MM_OK, mm_set_device_pool_size(mm, 128 << 20));
+    EXPECT(MM_OK, mm_set_release_threshold(mm, 64 << 20));
     int supported = -1;
     EXPECT(MM_OK, mm_supports_async_device_allocator(mm, &supported));
     CHECK(supported == pools);
@@ -125,6 +127,7 @@ int main(int argc, char **argv) {
     data_pointers(mm);
     arguments(mm);
 
+    EXPECT(MM_OK, mm_trim_device_pools(mm, 0));
     EXPECT(MM_OK, mm_empty_caches(mm));
     mm_stats stats;
     EXPECT(MM_OK, mm_get_stats(mm, &stats));

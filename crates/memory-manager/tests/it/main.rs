@@ -6,6 +6,7 @@ mod copies;
 mod errors;
 mod modes;
 mod pools;
+mod registered;
 mod seed;
 mod shutdown;
 mod threads;

@@ -2,7 +2,7 @@
 
 use crate::{FIRST, MIB, rig, rig_on};
 use alloc_api::Device;
-use alloc_api::report::{self, MemoryReporter, MemoryUsage};
+use alloc_api::report::{self, MemoryReporter, MemoryUsage, OutOfMemory};
 use alloc_core::Config;
 use alloc_core::ordered::StreamOrdered;
 use memory_manager::{DeviceAllocatorMode, ManagerConfig, ManagerError, MemoryKind};
@@ -49,6 +49,24 @@ fn sizes_are_set_before_first_use_or_not_at_all() {
     rig.free_pinned(host);
     assert!(rig.manager.set_device_pool_size(MIB).is_err(), "also when all is freed");
     rig.finish();
+}
+
+#[test]
+fn pools_are_trimmed_and_keep_what_they_may() {
+    for mode in DeviceAllocatorMode::ALL {
+        let rig = rig(mode);
+        rig.manager.set_release_threshold(4 * MIB).unwrap();
+        let addrs = [2 * MIB, 2 * MIB, 2 * MIB].map(|bytes| rig.device(bytes));
+        let late = rig.manager.set_release_threshold(0);
+        assert!(matches!(late, Err(ManagerError::PoolInUse(MemoryKind::Device))));
+        addrs.into_iter().for_each(|addr| rig.free_device(addr));
+        rig.gpu.sync();
+        let is_caching = mode == DeviceAllocatorMode::Caching;
+        assert_eq!(rig.gpu.used(FIRST) == 4 * MIB, !is_caching, "{mode}");
+        rig.manager.trim_device_pools(2 * MIB).unwrap();
+        assert_eq!(rig.gpu.used(FIRST) == 2 * MIB, !is_caching, "{mode}");
+        rig.finish();
+    }
 }
 
 #[test]
@@ -114,23 +132,46 @@ fn figures_follow_allocations_and_caches() {
 }
 
 #[derive(Default)]
-struct Log(Mutex<Vec<(Device, i64)>>);
+struct Log {
+    usages: Mutex<Vec<(Device, i64, u64)>>,
+    failures: Mutex<Vec<(Device, u64, u64)>>,
+}
 
 impl MemoryReporter for Log {
     fn usage(&self, usage: &MemoryUsage) {
-        self.0.lock().push((usage.device, usage.delta));
+        self.usages.lock().push((usage.device, usage.delta, usage.allocated));
+    }
+
+    fn out_of_memory(&self, request: &OutOfMemory) {
+        self.failures.lock().push((request.device, request.bytes, request.allocated));
     }
 }
 
 #[test]
 fn the_reporter_of_the_thread_is_told() {
-    let rig = rig(DeviceAllocatorMode::Caching);
-    let log = Arc::new(Log::default());
-    let _scope = report::scope(log.clone());
-    let (host, device) = (rig.pinned(1000), rig.device(3000));
-    rig.free_device(device);
-    rig.free_pinned(host);
-    let gpu = Device::cuda(0);
-    let expected = [(Device::CPU, 1000), (gpu, 3000), (gpu, -3000), (Device::CPU, -1000)];
-    assert_eq!(*log.0.lock(), expected);
+    for mode in DeviceAllocatorMode::ALL {
+        let rig = rig(mode);
+        let log = Arc::new(Log::default());
+        let _scope = report::scope(log.clone());
+        let (host, device) = (rig.pinned(1000), rig.device(3000));
+        let buffer = rig.manager.pinned_buffer(500).unwrap();
+        assert!(rig.manager.allocate_device(1 << 41).is_err());
+        assert!(rig.manager.allocate_pinned(1 << 41).is_err());
+        assert!(rig.manager.allocate_pinned(u64::MAX).is_err(), "too large is no lack of memory");
+        drop(buffer);
+        rig.free_device(device);
+        rig.free_pinned(host);
+        let gpu = Device::cuda(0);
+        let expected = [
+            (Device::CPU, 1000, 1000),
+            (gpu, 3000, 3000),
+            (Device::CPU, 500, 1500),
+            (Device::CPU, -500, 1000),
+            (gpu, -3000, 0),
+            (Device::CPU, -1000, 0),
+        ];
+        assert_eq!(*log.usages.lock(), expected, "{mode}");
+        assert_eq!(*log.failures.lock(), [(gpu, 1 << 41, 3000), (Device::CPU, 1 << 41, 1500)]);
+        rig.finish();
+    }
 }

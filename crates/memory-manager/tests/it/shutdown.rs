@@ -32,6 +32,8 @@ fn later_calls_are_errors_and_a_second_shutdown_is_none() {
         manager.copy_to_host_async(addr, addr, 1, &stream),
         manager.set_pinned_pool_size(1),
         manager.set_device_pool_size(1),
+        manager.set_release_threshold(1),
+        manager.trim_device_pools(0),
         manager.set_device_allocator_mode(DeviceAllocatorMode::Caching).map(drop),
         manager.effective_device_allocator_mode().map(drop),
         manager.supports_async_device_allocator().map(drop),

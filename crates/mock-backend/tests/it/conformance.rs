@@ -63,6 +63,8 @@ fn the_simulator_conforms() {
     conformance::run(fresh);
     conformance::run(by_chance);
     conformance::run_virtual_memory(|| Plain(base().build()));
+    conformance::run_pools(|| Plain(base().build()));
+    conformance::run_pools(fresh);
     conformance::run_virtual_memory(fresh);
     conformance::run_virtual_memory(coarse);
     conformance::run_share_pages(|| Plain(base().build()));
