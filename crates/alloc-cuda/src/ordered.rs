@@ -41,14 +41,6 @@ impl StreamWait for CudaBackend {
     }
 }
 
-/// In a capture, memory would become part of the graph, at an address that means nothing outside.
-fn not_captured(call: &'static str, stream: &CudaStream) -> Result<(), CudaError> {
-    match stream.is_captured()? {
-        false => Ok(()),
-        true => Err(DriverError::new(call, code::STREAM_CAPTURE_UNSUPPORTED).into()),
-    }
-}
-
 impl CudaBackend {
     /// The driver's device, if it has pools.
     fn device_with_pools(&self, device: DeviceId) -> Result<Device, CudaError> {
@@ -96,7 +88,6 @@ impl StreamOrdered for CudaBackend {
         bytes: u64,
         stream: &CudaStream,
     ) -> Result<CudaOrdered, CudaError> {
-        not_captured("cuMemAllocFromPoolAsync", stream)?;
         let memory = pool.pool.allocate(bytes, stream.order())?;
         Ok(CudaOrdered { memory })
     }
@@ -106,9 +97,6 @@ impl StreamOrdered for CudaBackend {
         memory: CudaOrdered,
         stream: &CudaStream,
     ) -> Result<(), Refused<CudaOrdered, CudaError>> {
-        if let Err(error) = not_captured("cuMemFreeAsync", stream) {
-            return Err(Refused { value: memory, error });
-        }
         memory.memory.free(stream.order()).map_err(|refused| Refused {
             value: CudaOrdered { memory: refused.value },
             error: refused.error.into(),

@@ -35,7 +35,8 @@ enum {
     MM_DEVICE_LOST = 10,      /* there is no driver or GPU, or it is gone */
     MM_INVALID_ARGUMENT = 11, /* a null pointer or a number that means nothing */
     MM_OTHER = 12,            /* anything else; see the text */
-    MM_BUG = 13               /* a bug of the memory manager */
+    MM_BUG = 13,              /* a bug of the memory manager */
+    MM_CAPTURING = 14         /* a captured stream gets no memory of a pool; allocate before */
 };
 
 typedef int mm_mode;

@@ -72,6 +72,10 @@ pub enum ManagerError {
         /// The device of the memory.
         expected: DeviceId,
     },
+    /// The stream is being captured into a graph, where a stream-ordered pool gives no memory. Allocate
+    /// before the capture.
+    #[error("{0} is being captured; allocate before the capture")]
+    Capturing(StreamId),
     /// A copy goes past the end of an allocation.
     #[error("cannot copy {bytes} bytes: from {addr} on, the {kind} memory has only {available}")]
     OutOfRange {
@@ -149,6 +153,7 @@ impl ManagerError {
         match error {
             OrderedError::TooLarge { requested } => ManagerError::TooLarge { bytes: requested },
             OrderedError::UnknownAddress(addr) => ManagerError::UnknownAddress { addr, kind },
+            OrderedError::Capturing(stream) => ManagerError::Capturing(stream),
             OrderedError::WrongDevice { stream, device, expected } => {
                 ManagerError::WrongStream { stream, device, expected }
             }

@@ -5,7 +5,7 @@ use crate::error::ManagerError;
 use alloc_api::{AllocatorStats, DeviceType, Level};
 use alloc_core::backend::{Backend, MemoryInfo};
 use alloc_core::host::{HostAllocation, HostAllocator, HostBackend, HostConfig, HostStat, Place};
-use alloc_core::ordered::{StreamOrdered, StreamWait};
+use alloc_core::ordered::StreamOrdered;
 use alloc_core::{CachingAllocator, Config, DeviceId};
 
 /// The streams of a platform.
@@ -14,7 +14,7 @@ pub type StreamOf<P> = <<P as Platform>::Backend as Backend>::Stream;
 /// Devices, their streams, the host's pinned memory, and copies between the two.
 pub trait Platform: Send + Sync + 'static {
     /// The devices.
-    type Backend: StreamOrdered + StreamWait + MemoryInfo + Clone;
+    type Backend: StreamOrdered + MemoryInfo + Clone;
 
     /// What kind of devices they are, in reports.
     const KIND: DeviceType;

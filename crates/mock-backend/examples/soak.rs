@@ -66,7 +66,7 @@ fn play(
     faults: f64,
 ) -> Result<(), Failure> {
     let limits = Some((64 * MIB, 512 * MIB));
-    let shape = Shape { streams, toggles: true, limits, ..Shape::default() };
+    let shape = Shape { streams, toggles: true, limits, pools: true, ..Shape::default() };
     let mut trial = Trial::new(conf);
     if faults > 0.0 {
         trial.backend().set_faults([Fault::chance(seed, faults)]);

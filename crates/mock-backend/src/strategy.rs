@@ -53,6 +53,25 @@ fn of_kind(kind: Kind, shape: &Shape, weights: &Weights) -> BoxedStrategy<Op> {
             limit.prop_map(|bytes| Op::SetLimit { bytes }).boxed()
         }
         Kind::Expandable => any::<bool>().prop_map(|on| Op::Expandable { on }).boxed(),
+        Kind::NewPool => {
+            let options = (prop::bool::weighted(0.2), prop::bool::weighted(0.3));
+            (streams, options)
+                .prop_map(|(stream, (no_split, use_on_oom))| Op::NewPool {
+                    stream,
+                    no_split,
+                    use_on_oom,
+                })
+                .boxed()
+        }
+        Kind::DropPool => picks.prop_map(|pick| Op::DropPool { pick }).boxed(),
+        Kind::EmptyPool => picks.prop_map(|pick| Op::EmptyPool { pick }).boxed(),
+        Kind::Enter => (picks, prop::option::weighted(0.4, streams))
+            .prop_map(|(pick, stream)| Op::Enter { pick, stream })
+            .boxed(),
+        Kind::Leave => picks.prop_map(|pick| Op::Leave { pick }).boxed(),
+        Kind::Checkpoint => picks.prop_map(|pick| Op::Checkpoint { pick }).boxed(),
+        Kind::Restore => picks.prop_map(|pick| Op::Restore { pick }).boxed(),
+        Kind::Forget => picks.prop_map(|pick| Op::Forget { pick }).boxed(),
     }
 }
 

@@ -14,6 +14,8 @@
 //! trial.finish().unwrap();
 //! ```
 
+mod pools;
+
 use std::collections::VecDeque;
 use std::fmt::{self, Debug};
 use std::sync::Arc;
@@ -29,6 +31,7 @@ use parking_lot::Mutex;
 use crate::model::{EventOrder, Model, ModelBlock, ModelConf, ModelStats};
 use crate::workload::{Op, Picks};
 use crate::{Call, Fault, Judged, MockBackend, MockError, MockStream, SpanKind, Work};
+use pools::TrialPools;
 
 /// How many operations pass between two comparisons of all blocks.
 const SNAPSHOT_PERIOD: u64 = 16;
@@ -148,6 +151,7 @@ pub struct Trial {
     judged: Judged<CachingAllocator<MockBackend>>,
     streams: Vec<MockStream>,
     live: Picks<Addr>,
+    pools: TrialPools,
     sink: Arc<Sink>,
     reference: Option<Reference>,
     operation: u64,
@@ -183,6 +187,7 @@ impl Trial {
             judged: Judged::new(backend, allocator),
             streams,
             live: Picks::default(),
+            pools: TrialPools::default(),
             sink,
             operation: 0,
         }
@@ -221,6 +226,9 @@ impl Trial {
     /// As [`play`](Trial::play); leaks.
     pub fn finish(mut self) -> Result<(), Failure> {
         self.backend().set_faults([] as [Fault; 0]);
+        while let Some(end) = self.pools.next_end() {
+            self.play(&end)?;
+        }
         for op in [Op::Sync, Op::FreeAll, Op::EmptyCache] {
             self.play(&op)?;
         }
@@ -294,6 +302,14 @@ impl Trial {
                 self.model(|model| model.set_expandable(on));
                 result.map_err(|error| error.to_string())
             }
+            Op::NewPool { .. }
+            | Op::DropPool { .. }
+            | Op::EmptyPool { .. }
+            | Op::Enter { .. }
+            | Op::Leave { .. }
+            | Op::Checkpoint { .. }
+            | Op::Restore { .. }
+            | Op::Forget { .. } => self.act_on_pools(op),
         }
     }
 
@@ -484,6 +500,9 @@ impl Reference {
                 let mut pairs = keys.iter().map(|key| (key, stats.get(key), expected.get(key)));
                 pairs.try_for_each(|(key, ours, model)| same(key, &ours, &model))?;
             }
+            let pools = allocator.pools(device).map_err(|error| error.to_string())?;
+            let pools = pools.iter().map(|pool| (pool.id, pool.references)).collect();
+            same("pools", &pools, &self.model.pools(device))?;
             for key in COUNTERS {
                 same(key, &stats.get(key), &expected.get(key))?;
             }
@@ -537,6 +556,7 @@ fn blocks_of(
             bytes: block.bytes,
             requested: block.requested,
             stream: segment.stream,
+            pool: segment.pool,
             live: block.status == BlockStatus::Allocated,
             pending: block.status == BlockStatus::PendingFree,
         })

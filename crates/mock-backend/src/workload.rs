@@ -76,6 +76,52 @@ pub enum Op {
         /// On or off.
         on: bool,
     },
+    /// Make a pool.
+    NewPool {
+        /// A stream of its device.
+        stream: usize,
+        /// Whether its blocks are whole segments.
+        no_split: bool,
+        /// Whether it helps out before others run out of memory.
+        use_on_oom: bool,
+    },
+    /// The owner of a pool lets it go.
+    DropPool {
+        /// Which one.
+        pick: u32,
+    },
+    /// Give the cache of a pool back.
+    EmptyPool {
+        /// Which one.
+        pick: u32,
+    },
+    /// Open a scope that sends requests to a pool.
+    Enter {
+        /// Which pool.
+        pick: u32,
+        /// Requests on this stream, from any thread; without, those of the current thread.
+        stream: Option<usize>,
+    },
+    /// End a scope.
+    Leave {
+        /// Which one.
+        pick: u32,
+    },
+    /// Take a checkpoint of a pool.
+    Checkpoint {
+        /// Which pool.
+        pick: u32,
+    },
+    /// Restore a checkpoint.
+    Restore {
+        /// Which one.
+        pick: u32,
+    },
+    /// Forget a checkpoint.
+    Forget {
+        /// Which one.
+        pick: u32,
+    },
 }
 
 /// Bounds of a workload.
@@ -91,11 +137,20 @@ pub struct Shape {
     pub limits: Option<(u64, u64)>,
     /// Whether expandable segments are switched now and then.
     pub toggles: bool,
+    /// Whether there are private pools.
+    pub pools: bool,
 }
 
 impl Default for Shape {
     fn default() -> Self {
-        Shape { streams: 3, bytes_max: 64 * MIB, live: 100, limits: None, toggles: false }
+        Shape {
+            streams: 3,
+            bytes_max: 64 * MIB,
+            live: 100,
+            limits: None,
+            toggles: false,
+            pools: false,
+        }
     }
 }
 
@@ -116,6 +171,14 @@ pub(crate) struct Weights {
     pub(crate) reset: u64,
     pub(crate) limit: u64,
     pub(crate) toggle: u64,
+    pub(crate) new_pool: u64,
+    pub(crate) drop_pool: u64,
+    pub(crate) empty_pool: u64,
+    pub(crate) enter: u64,
+    pub(crate) leave: u64,
+    pub(crate) checkpoint: u64,
+    pub(crate) restore: u64,
+    pub(crate) forget: u64,
 }
 
 impl Weights {
@@ -128,6 +191,7 @@ impl Weights {
             _ => usual * 4,
         };
         let many = u64::from(shape.streams > 1);
+        let pools = u64::from(shape.pools);
         let weights = Weights {
             sizes: [33, 25, 25, 15, 6, 1, 40].map(&mut swarm),
             favourites: [0; 4],
@@ -142,6 +206,14 @@ impl Weights {
             reset: swarm(1),
             limit: swarm(2) * u64::from(shape.limits.is_some()),
             toggle: swarm(2) * u64::from(shape.toggles),
+            new_pool: swarm(4) * pools,
+            drop_pool: swarm(3) * pools,
+            empty_pool: swarm(2) * pools,
+            enter: swarm(8) * pools,
+            leave: swarm(8) * pools,
+            checkpoint: swarm(2) * pools,
+            restore: swarm(4) * pools,
+            forget: swarm(2) * pools,
         };
         let favourites = [0; 4].map(|_| draw_bytes(rng, &USUAL_SIZES, &weights.favourites, shape));
         // Something must be allocated, of some size.
@@ -151,7 +223,7 @@ impl Weights {
     }
 
     /// The kinds and their weights, allocation first.
-    pub(crate) fn kinds(&self) -> [(Kind, u64); 13] {
+    pub(crate) fn kinds(&self) -> [(Kind, u64); 21] {
         [
             (Kind::Allocate, 60),
             (Kind::Free, self.free),
@@ -166,6 +238,14 @@ impl Weights {
             (Kind::ResetAccumulated, self.reset),
             (Kind::SetLimit, self.limit),
             (Kind::Expandable, self.toggle),
+            (Kind::NewPool, self.new_pool),
+            (Kind::DropPool, self.drop_pool),
+            (Kind::EmptyPool, self.empty_pool),
+            (Kind::Enter, self.enter),
+            (Kind::Leave, self.leave),
+            (Kind::Checkpoint, self.checkpoint),
+            (Kind::Restore, self.restore),
+            (Kind::Forget, self.forget),
         ]
     }
 }
@@ -186,6 +266,14 @@ pub(crate) enum Kind {
     ResetAccumulated,
     SetLimit,
     Expandable,
+    NewPool,
+    DropPool,
+    EmptyPool,
+    Enter,
+    Leave,
+    Checkpoint,
+    Restore,
+    Forget,
 }
 
 /// One of `choices`, by weight; the first if all weigh nothing.
@@ -276,6 +364,16 @@ impl Workload {
                 Op::SetLimit { bytes: limits.map(|(low, high)| rng.between(low, high)) }
             }
             Kind::Expandable => Op::Expandable { on: rng.chance(0.5) },
+            Kind::NewPool => {
+                Op::NewPool { stream, no_split: rng.chance(0.2), use_on_oom: rng.chance(0.3) }
+            }
+            Kind::DropPool => Op::DropPool { pick },
+            Kind::EmptyPool => Op::EmptyPool { pick },
+            Kind::Enter => Op::Enter { pick, stream: rng.chance(0.4).then_some(stream) },
+            Kind::Leave => Op::Leave { pick },
+            Kind::Checkpoint => Op::Checkpoint { pick },
+            Kind::Restore => Op::Restore { pick },
+            Kind::Forget => Op::Forget { pick },
         }
     }
 }
@@ -321,6 +419,11 @@ impl<T> Picks<T> {
         self.index(pick).map(|at| self.0.swap_remove(at))
     }
 
+    /// Takes out those for which this is false.
+    pub fn retain(&mut self, keep: impl FnMut(&T) -> bool) {
+        self.0.retain(keep);
+    }
+
     /// Takes all out.
     pub fn take_all(&mut self) -> Vec<T> {
         std::mem::take(&mut self.0)
@@ -347,7 +450,8 @@ mod tests {
 
     #[test]
     fn seeds_replay_differ_and_stay_in_bounds() {
-        let shape = Shape { limits: Some((MIB, 2 * MIB)), toggles: true, ..Shape::default() };
+        let limits = Some((MIB, 2 * MIB));
+        let shape = Shape { limits, toggles: true, pools: true, ..Shape::default() };
         let ops = |seed| Workload::new(seed, shape).take(2000).collect::<Vec<_>>();
         assert_eq!(ops(3), ops(3));
         assert_ne!(ops(3), ops(4));
@@ -362,7 +466,7 @@ mod tests {
                 _ => {}
             }
         }
-        assert_eq!(kinds.len(), 13, "every kind of operation comes up in some seed");
+        assert_eq!(kinds.len(), 21, "every kind of operation comes up in some seed");
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! Giving cached memory back to the backend. Runs under the growth lock of the device.
 
 use super::pools::{OwnSource, Token};
-use super::{AllocResult, HeapCell, Paging, Shared};
+use super::{AllocResult, HeapCell, Heaps, Paging, Shared};
 use crate::backend::{Backend, Refused, Stream};
 use crate::block::{Block, BlockId, BlockIdx, BlockState};
 use crate::config::Policy;
@@ -109,6 +109,7 @@ impl<B: Backend> Shared<B> {
             && let Some(_paging) = self.devices[device.index()].begin_paging()
         {
             paging.pager().tidy(device);
+            self.devices[device.index()].pace.forget_extra();
             if let Paging::Handles(store) = paging {
                 self.reunite_all(&**store, device, source, trace);
             }
@@ -179,7 +180,7 @@ impl<B: Backend> Shared<B> {
                 self.directory.register(base, bytes, owner);
                 state.body.tokens.insert(segment, value);
                 state.body.heap.restore_free(block.index);
-                Err(error)
+                error.map_or(Ok(0), Err)
             }
         }
     }
@@ -286,7 +287,7 @@ impl<B: Backend> Shared<B> {
     }
 
     /// Gives back the reservations of a heap in which nothing is its own: memory that was mapped there
-    /// has gone elsewhere.
+    /// has gone elsewhere, or none ever was.
     pub(super) fn release_empty_reservations(&self, cell: &HeapCell<B>) -> AllocResult<(), B> {
         let source = cell.owner().1;
         let Some(paging) = self.paging_of(&source) else { return Ok(()) };
@@ -306,7 +307,7 @@ impl<B: Backend> Shared<B> {
         }
         let Some(_paging) = device.begin_paging() else { return Ok(()) };
         // Views may be left of what was mapped there, and work that uses them.
-        if !self.synchronize(&cell.stream)? {
+        if matches!(paging, Paging::Handles(_)) && !self.synchronize(&cell.stream)? {
             return Ok(());
         }
         while let Some((base, hole)) = empty() {
@@ -437,11 +438,21 @@ impl<B: Backend> Drop for Shared<B> {
     /// Best effort and quiet: a backend that is gone has taken everything with it. Memory under work
     /// that cannot be waited for is left with the backend, not taken from under it.
     fn drop(&mut self) {
-        if !self.wait_for_all_work() {
+        if self.wait_for_all_work() {
+            self.release_tokens();
+        } else {
             std::mem::forget(self.paging.take());
-            self.devices.iter_mut().for_each(|device| device.pools.forget());
-            return;
+            self.devices.iter().for_each(|device| device.pools.forget());
         }
+        // A device and its heaps hold each other.
+        for device in &self.devices {
+            *device.heaps.write() = Heaps::new();
+        }
+    }
+}
+
+impl<B: Backend> Shared<B> {
+    fn release_tokens(&self) {
         for cell in self.heaps.iter() {
             let tokens = std::mem::take(&mut cell.state.lock().body.tokens);
             let mut tokens: Vec<_> = tokens.into_values().collect();
@@ -451,9 +462,7 @@ impl<B: Backend> Drop for Shared<B> {
             }
         }
     }
-}
 
-impl<B: Backend> Shared<B> {
     /// Waits for all work that may use any block: what is pending, what runs on the streams of
     /// the heaps, what was recorded for blocks that are still live. Returns whether none is left.
     fn wait_for_all_work(&self) -> bool {

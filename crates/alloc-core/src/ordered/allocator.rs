@@ -1,8 +1,8 @@
 //! The stream-ordered allocator of one device.
 
-use super::backend::{OrderedMemory, PoolOptions, PoolReuse, PoolUsage, StreamOrdered, StreamWait};
+use super::backend::{OrderedMemory, PoolOptions, PoolReuse, PoolUsage, StreamOrdered};
 use super::error::{OrderedError, OrderedOp};
-use crate::backend::{BackendError, ErrorKind, Refused, Stream};
+use crate::backend::{BackendError, CaptureStatus, ErrorKind, Refused, Stream};
 use crate::size_class::REQUEST_BYTES_MAX;
 use crate::units::{Addr, DeviceId, StreamId};
 use parking_lot::Mutex;
@@ -87,17 +87,17 @@ struct Shared<B: StreamOrdered> {
 ///
 /// When the last clone goes, a private pool is ended, unless memory of it is still allocated: that
 /// is never freed under its user.
-pub struct OrderedAllocator<B: StreamOrdered + StreamWait> {
+pub struct OrderedAllocator<B: StreamOrdered> {
     shared: Arc<Shared<B>>,
 }
 
-impl<B: StreamOrdered + StreamWait> Clone for OrderedAllocator<B> {
+impl<B: StreamOrdered> Clone for OrderedAllocator<B> {
     fn clone(&self) -> Self {
         OrderedAllocator { shared: Arc::clone(&self.shared) }
     }
 }
 
-impl<B: StreamOrdered + StreamWait> fmt::Debug for OrderedAllocator<B> {
+impl<B: StreamOrdered> fmt::Debug for OrderedAllocator<B> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("OrderedAllocator")
             .field("device", &self.shared.device)
@@ -105,7 +105,7 @@ impl<B: StreamOrdered + StreamWait> fmt::Debug for OrderedAllocator<B> {
     }
 }
 
-impl<B: StreamOrdered + StreamWait> OrderedAllocator<B> {
+impl<B: StreamOrdered> OrderedAllocator<B> {
     /// An allocator on the device of `unifier`, a stream that nothing else uses.
     ///
     /// # Errors
@@ -154,7 +154,7 @@ impl<B: StreamOrdered + StreamWait> OrderedAllocator<B> {
     /// # Errors
     /// [`OrderedError::OutOfMemory`], after the stream was waited for and the pool has given back what
     /// it does not use; [`OrderedError::TooLarge`]; [`OrderedError::WrongDevice`];
-    /// [`OrderedError::Backend`].
+    /// [`OrderedError::Capturing`]; [`OrderedError::Backend`].
     pub fn allocate(&self, bytes: u64, stream: &B::Stream) -> Outcome<Addr, B> {
         self.shared.check_stream(stream)?;
         match bytes {
@@ -162,6 +162,10 @@ impl<B: StreamOrdered + StreamWait> OrderedAllocator<B> {
             REQUEST_BYTES_MAX.. => return Err(OrderedError::TooLarge { requested: bytes }),
             _ => {}
         }
+        if self.shared.is_capturing(stream)? {
+            return Err(OrderedError::Capturing(stream.id()));
+        }
+        self.shared.flush_held();
         self.shared.claim(bytes)?;
         let memory = self.shared.obtain(bytes, stream);
         let mut state = self.shared.state.lock();
@@ -203,12 +207,16 @@ impl<B: StreamOrdered + StreamWait> OrderedAllocator<B> {
 
     /// Frees memory once the work queued so far on all streams that use it is done. Null is nothing.
     ///
+    /// While one of the streams is being captured the free is noted only, and carried out by a later
+    /// call: it would become part of the graph.
+    ///
     /// # Errors
     /// [`OrderedError::UnknownAddress`]; [`OrderedError::Backend`], and it is still allocated.
     pub fn free(&self, addr: Addr) -> Outcome<(), B> {
         if addr.is_null() {
             return Ok(());
         }
+        self.shared.flush_held();
         let live = {
             let mut state = self.shared.state.lock();
             let live = state.live.remove(&addr).ok_or(OrderedError::UnknownAddress(addr))?;
@@ -219,16 +227,13 @@ impl<B: StreamOrdered + StreamWait> OrderedAllocator<B> {
             }
             live
         };
-        self.shared.give_back(live).map_err(|(live, error)| {
-            let mut state = self.shared.state.lock();
-            state.allocated += live.memory.bytes();
-            state.live.insert(addr, live);
+        self.shared.free_or_hold(live).map_err(|(live, error)| {
+            self.shared.state.lock().put_back(live);
             error
         })
     }
 
-    /// Until the value is dropped, frees are noted and not carried out: for the time of a graph
-    /// capture, during which the frees of memory from before would become part of the graph.
+    /// Until the value is dropped, frees are noted and not carried out.
     pub fn hold_frees(&self) -> FreeHold<B> {
         self.shared.state.lock().holds += 1;
         FreeHold { allocator: self.clone() }
@@ -239,6 +244,7 @@ impl<B: StreamOrdered + StreamWait> OrderedAllocator<B> {
     /// # Errors
     /// [`OrderedError::Backend`].
     pub fn empty_cache(&self) -> Outcome<(), B> {
+        self.shared.flush_held();
         let streams: Vec<_> = self.shared.state.lock().streams.values().cloned().collect();
         streams.iter().try_for_each(|stream| self.shared.synchronise(stream))?;
         self.trim(0)
@@ -299,6 +305,14 @@ impl<B: StreamOrdered + StreamWait> OrderedAllocator<B> {
     /// Changes how many bytes may be allocated at once.
     pub fn set_limit(&self, limit: Option<u64>) {
         self.shared.state.lock().limit = limit;
+    }
+}
+
+impl<B: StreamOrdered> State<B> {
+    /// Enters memory again whose free was refused.
+    fn put_back(&mut self, live: Live<B>) {
+        self.allocated += live.memory.bytes();
+        self.live.insert(live.memory.addr(), live);
     }
 }
 
@@ -375,7 +389,46 @@ impl<B: StreamOrdered> Shared<B> {
     }
 }
 
-impl<B: StreamOrdered + StreamWait> Shared<B> {
+impl<B: StreamOrdered> Shared<B> {
+    fn is_capturing(&self, stream: &B::Stream) -> Outcome<bool, B> {
+        let status = self.backend.capture_status(stream);
+        let status =
+            status.map_err(|source| OrderedError::Backend { op: OrderedOp::Capture, source })?;
+        Ok(status != CaptureStatus::None)
+    }
+
+    /// Frees memory, or notes its free while one of its streams is being captured.
+    fn free_or_hold(&self, live: Live<B>) -> Result<(), (Live<B>, OrderedError<B::Error>)> {
+        let mut streams = std::iter::once(&live.stream).chain(&live.uses);
+        let capturing =
+            streams.try_fold(false, |any, stream| Ok(any || self.is_capturing(stream)?));
+        match capturing {
+            Ok(false) => self.give_back(live),
+            Ok(true) => {
+                self.state.lock().held.push(live);
+                Ok(())
+            }
+            Err(error) => Err((live, error)),
+        }
+    }
+
+    /// Carries noted frees out, as far as they may be by now. What is refused stays allocated, and can
+    /// be freed again.
+    fn flush_held(&self) {
+        let held = {
+            let mut state = self.state.lock();
+            if state.holds > 0 || state.held.is_empty() {
+                return;
+            }
+            std::mem::take(&mut state.held)
+        };
+        for live in held {
+            if let Err((live, _)) = self.free_or_hold(live) {
+                self.state.lock().put_back(live);
+            }
+        }
+    }
+
     /// Frees memory after all streams that use it.
     fn give_back(&self, live: Live<B>) -> Result<(), (Live<B>, OrderedError<B::Error>)> {
         let last = if live.uses.is_empty() {
@@ -406,42 +459,29 @@ impl<B: StreamOrdered + StreamWait> Shared<B> {
 
 /// Frees are held up while it lives; see [`OrderedAllocator::hold_frees`].
 #[must_use = "frees are carried out when this is dropped"]
-pub struct FreeHold<B: StreamOrdered + StreamWait> {
+pub struct FreeHold<B: StreamOrdered> {
     allocator: OrderedAllocator<B>,
 }
 
-impl<B: StreamOrdered + StreamWait> fmt::Debug for FreeHold<B> {
+impl<B: StreamOrdered> fmt::Debug for FreeHold<B> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("FreeHold").finish_non_exhaustive()
     }
 }
 
-impl<B: StreamOrdered + StreamWait> Drop for FreeHold<B> {
+impl<B: StreamOrdered> Drop for FreeHold<B> {
     fn drop(&mut self) {
         let shared = &self.allocator.shared;
-        let held = {
-            let mut state = shared.state.lock();
-            state.holds -= 1;
-            if state.holds > 0 {
-                return;
-            }
-            std::mem::take(&mut state.held)
-        };
-        let refused = held.into_iter().filter_map(|live| shared.give_back(live).err());
-        let refused: Vec<_> = refused.collect();
-        // What cannot be freed stays allocated, and can be freed again.
-        let mut state = shared.state.lock();
-        for (live, _) in refused {
-            state.allocated += live.memory.bytes();
-            state.live.insert(live.memory.addr(), live);
-        }
+        shared.state.lock().holds -= 1;
+        shared.flush_held();
     }
 }
 
 impl<B: StreamOrdered> Drop for Shared<B> {
     fn drop(&mut self) {
         let Some(pool) = self.pool.take() else { return };
-        if self.is_private && self.state.get_mut().live.is_empty() {
+        let state = self.state.get_mut();
+        if self.is_private && state.live.is_empty() && state.held.is_empty() {
             // Fails when the driver is gone, and the pool with it.
             let _ = self.backend.destroy_pool(pool);
         }

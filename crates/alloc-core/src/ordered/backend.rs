@@ -3,7 +3,7 @@
 //! The rules of [`backend`](crate::backend) hold: no method is called with an allocator lock held, any
 //! thread may call, and an error means that nothing was done.
 
-use crate::backend::{Backend, Refused};
+use crate::backend::{Backend, Capture, Refused};
 use crate::units::{Addr, DeviceId};
 
 /// Backends that can order one stream's work after an event without the host.
@@ -72,9 +72,12 @@ pub trait OrderedMemory: Send + 'static {
 /// Backends with pools of their own in which allocations and frees are work of a stream (CUDA's
 /// cudaMallocAsync family).
 ///
+/// Neither is called on a stream that takes part in a capture, where memory would become part of the
+/// graph.
+///
 /// Memory may be used by work that comes after its allocation, on its stream or by events, and must
 /// not be used by work that is not before its free.
-pub trait StreamOrdered: Backend {
+pub trait StreamOrdered: StreamWait + Capture {
     /// Its pools. Owned; a default pool is the device's, and its value only names it.
     type Pool: Send + Sync + 'static;
     /// Memory of them.

@@ -39,6 +39,9 @@ pub enum OrderedError<E> {
         /// The pool's device.
         expected: DeviceId,
     },
+    /// The stream is being captured into a graph, where memory of a pool cannot be had. Allocate before
+    /// the capture.
+    Capturing(StreamId),
     /// A backend call failed for another reason than lack of memory.
     Backend {
         /// The call.
@@ -60,6 +63,7 @@ pub enum OrderedOp {
     Wait,
     Trim,
     Usage,
+    Capture,
 }
 
 impl fmt::Display for OrderedOp {
@@ -72,6 +76,7 @@ impl fmt::Display for OrderedOp {
             OrderedOp::Wait => "wait for an event",
             OrderedOp::Trim => "trim a memory pool",
             OrderedOp::Usage => "read the figures of a memory pool",
+            OrderedOp::Capture => "ask whether a stream captures",
         })
     }
 }
@@ -109,6 +114,9 @@ impl<E: fmt::Display> fmt::Display for OrderedError<E> {
             }
             OrderedError::WrongDevice { stream, device, expected } => {
                 write!(f, "{stream} is of {device}, the memory of {expected}")
+            }
+            OrderedError::Capturing(stream) => {
+                write!(f, "{stream} is being captured; allocate before the capture")
             }
             OrderedError::Backend { op, source } => write!(f, "cannot {op}: {source}"),
         }

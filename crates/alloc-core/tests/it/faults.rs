@@ -1,10 +1,10 @@
-//! Every backend call of four scenarios fails once, and from then on for good, with each kind of
+//! Every backend call of six scenarios fails once, and from then on for good, with each kind of
 //! error. The allocator must stay consistent throughout (the rig checks it after every operation),
 //! work as soon as the backend does, and leave nothing behind.
 
 use crate::rig::*;
 use alloc_core::backend::ErrorKind;
-use alloc_core::{AllocError, Allocation, Policy};
+use alloc_core::{AllocError, Allocation, Checkpoint, Policy, PoolOptions, PoolRef};
 use mock_backend::{Builder, Call, Fault, MockBackend, MockStream};
 use std::collections::BTreeMap;
 
@@ -60,6 +60,41 @@ impl<'a> Play<'a> {
         if let Err((block, error)) = self.rig.try_free(block) {
             self.acceptable(&error);
             self.blocks.insert(name, block);
+        }
+    }
+
+    fn trim(&self, pool: &PoolRef<MockBackend>) {
+        if let Err(error) = pool.empty_cache() {
+            self.acceptable(&error);
+        }
+        self.rig.verify();
+    }
+
+    fn checkpoint(&self, pool: &PoolRef<MockBackend>) -> Option<Checkpoint> {
+        let taken = pool.checkpoint();
+        self.rig.verify();
+        taken.inspect_err(|error| self.acceptable(error)).ok()
+    }
+
+    /// A restore that fails changes nothing; blocks that it revives are freed.
+    fn restore(&mut self, pool: &PoolRef<MockBackend>, checkpoint: Option<&Checkpoint>) {
+        let Some(checkpoint) = checkpoint else { return };
+        let before = pool.live_blocks();
+        let restored = match self.rig.try_restore(pool, checkpoint) {
+            Ok(restored) => restored,
+            Err(error) => {
+                self.acceptable(&error);
+                return assert_eq!(pool.live_blocks(), before);
+            }
+        };
+        let was: Vec<_> = checkpoint.blocks().iter().map(|block| block.0).collect();
+        assert_eq!(pool.live_blocks(), was);
+        self.blocks
+            .retain(|_, block| restored.stale.iter().all(|stale| stale.addr != block.addr()));
+        for block in restored.revived {
+            if let Err((_, error)) = self.rig.try_free(block) {
+                self.acceptable(&error);
+            }
         }
     }
 
@@ -190,9 +225,50 @@ fn moving(rig: &Rig, play: &mut Play<'_>) {
     play.empty();
 }
 
+/// Scopes, a pool that helps out, trims, a checkpoint with repeated restores, the end of a pool.
+fn pools(rig: &Rig, play: &mut Play<'_>) {
+    let (s0, s1) = (rig.s(0), rig.s(1));
+    let p = rig.create_pool(DEV0, PoolOptions::new().use_on_oom()).expect("a device");
+    let q = rig.create_pool(DEV0, PoolOptions::new().no_split()).expect("a device");
+    let scope = p.enter();
+    play.alloc("a", 24 * MIB, &s0);
+    play.alloc("b", 700, &s0);
+    play.alloc("c", 12 * MIB, &s1);
+    {
+        let _inner = q.enter();
+        play.alloc("q", 3 * MIB, &s0);
+    }
+    rig.busy(&s1);
+    play.record("c", &s0);
+    play.free("c");
+    let checkpoint = play.checkpoint(&p);
+    play.free("a");
+    play.alloc("d", 18 * MIB, &s0);
+    rig.busy(&s1);
+    play.record("d", &s1);
+    play.trim(&p);
+    play.restore(&p, checkpoint.as_ref());
+    play.alloc("e", 30 * MIB, &s0);
+    play.free("b");
+    play.restore(&p, checkpoint.as_ref());
+    drop((checkpoint, scope));
+    play.free("q");
+    play.trim(&p);
+    play.alloc("f", 40 * MIB, &s0);
+    play.free("f");
+    play.alloc("g", 60 * MIB, &s1);
+    drop(p);
+    play.empty();
+    play.alloc("h", 40 * MIB, &s0);
+    play.free("h");
+    play.free("g");
+    drop(q);
+    play.empty();
+}
+
 /// All scenarios with the machine and settings that they are about.
 type Scenario = fn(&Rig, &mut Play<'_>);
-const SCENARIOS: [(&str, Scenario, u64, &str); 4] = [
+const SCENARIOS: [(&str, Scenario, u64, &str); 6] = [
     ("ordinary", ordinary, GIB, ""),
     ("expandable", expandable, GIB, "expandable_segments:True"),
     (
@@ -207,6 +283,14 @@ const SCENARIOS: [(&str, Scenario, u64, &str); 4] = [
         tight,
         110 * MIB,
         "max_split_size_mb:20,garbage_collection_threshold:0.6,per_process_memory_fraction:0.95",
+    ),
+    ("pools", pools, 130 * MIB, ""),
+    (
+        "pools with expandable segments",
+        pools,
+        130 * MIB,
+        "expandable_segments:True,ours_margin:0,ours_margin_min_mb:0,ours_handle_max_mb:6,\
+         ours_handle_calm_mb:6,ours_ahead:1",
     ),
 ];
 

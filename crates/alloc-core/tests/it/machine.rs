@@ -89,10 +89,11 @@ fn setting(against: Against) -> impl Strategy<Value = Setting> {
     let machine = (1..=2u16, 1..=4u16, select(vec![96 * MIB, 200 * MIB, 512 * MIB, u64::MAX]));
     let chance = prop::option::weighted(0.3, (any::<u64>(), 0.05..0.5));
     let faults = (any::<u64>(), select(vec![0.002, 0.02, 0.2]));
-    let shape = (any::<bool>(), any::<bool>(), select(vec![MIB, 12 * MIB, 64 * MIB]), 5..80u64);
+    let flags = (any::<bool>(), any::<bool>(), prop::bool::weighted(0.6));
+    let shape = (flags, select(vec![MIB, 12 * MIB, 64 * MIB]), 5..80u64);
     (options(&OPTIONS), options(&OURS), machine, chance, faults, shape).prop_map(
         move |(options, ours, (devices, streams, capacity), chance, faults, shape)| {
-            let (limited, toggles, bytes_max, live) = shape;
+            let ((limited, toggles, pools), bytes_max, live) = shape;
             Setting {
                 options,
                 ours,
@@ -107,6 +108,7 @@ fn setting(against: Against) -> impl Strategy<Value = Setting> {
                     live,
                     limits: limited.then_some((40 * MIB, 300 * MIB)),
                     toggles,
+                    pools,
                 },
             }
         },

@@ -6,7 +6,7 @@ use alloc_core::ordered::{
     OrderedAllocator, OrderedConfig, OrderedError, PoolChoice, PoolOptions, PoolReuse,
 };
 use alloc_core::{Addr, DeviceId};
-use mock_backend::{Call, MockBackend, Work};
+use mock_backend::{Call, CaptureMode, MockBackend, Work};
 
 const DEFAULT: OrderedConfig = OrderedConfig::default_pool();
 
@@ -161,6 +161,34 @@ fn frees_wait_while_they_are_held() {
     assert_eq!(calls(Call::FreeOrdered), 2);
     drop(rig.pool);
     rig.gpu.assert_clean();
+}
+
+/// Case I4: memory of a side stream is freed inside a capture that the stream has joined.
+#[test]
+fn captures_stay_whole() {
+    let rig = rig(64 * MIB, DEFAULT);
+    let (a, b) = (rig.allocate(MIB, &rig.s1), rig.allocate(MIB, &rig.s0));
+    rig.pool.record_use(b, &rig.s1).unwrap();
+    rig.gpu.begin_capture(&rig.s0, CaptureMode::Global).unwrap();
+    rig.gpu.order(&rig.s0, &rig.s1);
+    rig.gpu.launch(&rig.s1, Work::new().touching(a, MIB));
+    rig.gpu.order(&rig.s1, &rig.s0);
+    let refused = rig.pool.allocate(512, &rig.s1);
+    assert!(matches!(refused, Err(OrderedError::Capturing(stream)) if stream == rig.s1.id()));
+    assert_eq!(rig.pool.allocated(), 2 * MIB);
+    rig.free(a);
+    rig.free(b);
+    assert_eq!(rig.pool.allocated(), 0);
+    let calls = |call| rig.gpu.costs().calls(call);
+    assert_eq!((calls(Call::FreeOrdered), calls(Call::Record)), (0, 0), "nothing enters the graph");
+    let elsewhere = rig.gpu.stream(DEV0);
+    let other = rig.allocate(512, &elsewhere);
+    assert_eq!(calls(Call::FreeOrdered), 0, "the capture goes on");
+    rig.gpu.end_capture(&rig.s0).unwrap();
+    rig.free(other);
+    assert_eq!(calls(Call::FreeOrdered), 3, "the noted frees are carried out");
+    rig.gpu.sync();
+    assert_eq!(rig.gpu.leaks().ordered, []);
 }
 
 #[test]

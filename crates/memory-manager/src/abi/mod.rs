@@ -58,6 +58,7 @@ impl Failure {
                 ManagerError::Unsupported(_) => 9,
                 ManagerError::DeviceLost(_) => 10,
                 ManagerError::Other(_) => 12,
+                ManagerError::Capturing(_) => 14,
             },
         }
     }

@@ -113,8 +113,21 @@ static void arguments(const mm_manager *mm) {
     CHECK(memory == NULL);
 }
 
+static void instance(void) {
+    const mm_manager *first = NULL, *second = NULL;
+    mm_status status = mm_instance(&first);
+    if (status != MM_OK) { /* no GPU here */
+        CHECK(status == MM_DEVICE_LOST && strlen(mm_last_error()) > 0 && first == NULL);
+        return;
+    }
+    EXPECT(MM_OK, mm_instance(&second));
+    CHECK(first == second);
+    EXPECT(MM_INVALID_ARGUMENT, mm_destroy(first));
+}
+
 int main(int argc, char **argv) {
     int pools = argc > 1 && strcmp(argv[1], "pools") == 0;
+    instance();
     const mm_manager *mm = NULL;
     EXPECT(MM_OK, mm_create_on_imitation(256 << 20, pools, &mm));
     EXPECT(MM_OK, mm_set_pinned_pool_size(mm, 128 << 20));

@@ -3,7 +3,7 @@
 use crate::rig::{Gate, MIB, Rig, bytes_at, fill, is_filled, stream_of};
 use crate::{Outcome, Test};
 use alloc_core::Addr;
-use memory_manager::{DeviceAllocatorMode, ManagerError};
+use memory_manager::{DeviceAllocatorMode, ManagerError, MemoryManager};
 
 pub(crate) const TESTS: &[Test] = &[
     ("the_example_runs_in_every_mode", example),
@@ -11,6 +11,7 @@ pub(crate) const TESTS: &[Test] = &[
     ("memory_freed_under_copies_keeps_its_bytes", freed_under_copies),
     ("mistakes_are_errors", mistakes),
     ("shutdown_leaves_what_is_out", shutdown),
+    ("the_manager_of_the_process_is_one", instance),
 ];
 
 fn example(rig: &Rig) -> Outcome {
@@ -157,6 +158,22 @@ fn shutdown(rig: &Rig) -> Outcome {
         // SAFETY: both ranges are still there; waited for below.
         unsafe { driver.copy_to_device(device.get(), bytes.as_ptr(), 4096) }.expect("queued");
         driver.synchronize().expect("copied");
+    }
+    Outcome::Done
+}
+
+fn instance(_: &Rig) -> Outcome {
+    match MemoryManager::instance() {
+        Ok(first) => {
+            let second = MemoryManager::instance().expect("made already");
+            assert!(std::ptr::eq(first, second));
+            let addr = first.allocate_pinned(100).expect("pinned memory");
+            second.free_pinned(addr).expect("the same manager");
+        }
+        Err(error) => {
+            assert!(Rig::on_gpu().is_err(), "there is a GPU");
+            assert!(matches!(error, ManagerError::DeviceLost(_)), "{error}");
+        }
     }
     Outcome::Done
 }

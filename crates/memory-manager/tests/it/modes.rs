@@ -1,10 +1,10 @@
 //! Requested and effective modes, what falls back to what, and changes while memory is out.
 
 use crate::{MIB, rig, rig_on};
-use alloc_core::backend::ErrorKind;
+use alloc_core::backend::{ErrorKind, Stream};
 use alloc_core::ordered::{PoolReuse, StreamOrdered};
-use memory_manager::{DeviceAllocatorMode, ManagerConfig};
-use mock_backend::{Call, Fault, MockBackend};
+use memory_manager::{DeviceAllocatorMode, ManagerConfig, ManagerError};
+use mock_backend::{Call, CaptureMode, Fault, MockBackend};
 
 use DeviceAllocatorMode::{AsyncStreamOrdered, Caching, CudaAsyncPool};
 
@@ -98,4 +98,24 @@ fn a_mode_that_cannot_be_asked_about_changes_nothing() {
     rig.manager.shutdown();
     assert!(rig.manager.set_device_allocator_mode(Caching).is_err());
     assert_eq!(rig.manager.requested_device_allocator_mode(), CudaAsyncPool);
+}
+
+#[test]
+fn captured_streams_get_no_memory_of_pools_and_disturb_no_free() {
+    for mode in [AsyncStreamOrdered, CudaAsyncPool] {
+        let rig = rig(mode);
+        let stream = rig.stream();
+        let before = rig.device_on(MIB, &stream);
+        rig.gpu.begin_capture(&stream, CaptureMode::Global).unwrap();
+        let refused = rig.manager.allocate_device_on(MIB, &stream);
+        assert!(matches!(refused, Err(ManagerError::Capturing(id)) if id == stream.id()));
+        rig.free_device(before);
+        rig.gpu.end_capture(&stream).unwrap();
+        assert!(rig.manager.outstanding().is_empty());
+        let after = rig.device_on(MIB, &stream);
+        rig.free_device(after);
+        assert_eq!(rig.gpu.leaks().ordered, [], "what was freed meanwhile has been freed");
+        rig.expect_no_violations();
+        rig.finish();
+    }
 }

@@ -13,7 +13,7 @@ use alloc_core::ordered::{
 /// If the backend breaks the contract.
 pub fn run_pools<H: Harness>(make: impl Fn() -> H)
 where
-    H::Backend: StreamOrdered + StreamWait,
+    H::Backend: StreamOrdered,
 {
     the_device_has_a_pool(&make());
     settings_stay_as_they_are_set(&make());

@@ -1,8 +1,9 @@
 //! One device's allocator: search, split, free, merge, events.
 
-use alloc_core::{Addr, DeviceId, StreamId};
+use alloc_core::{Addr, DeviceId, PoolId, StreamId};
 
 use super::driver::Driver;
+use super::pools::PoolModel;
 use super::{ModelAction, ModelBlock, ModelStats, ModelTrace};
 use crate::SpanKind;
 
@@ -20,6 +21,7 @@ pub(super) struct Block {
     pub(super) bytes: u64,
     pub(super) requested: u64,
     pub(super) stream: StreamId,
+    pub(super) pool: PoolId,
     pub(super) small: bool,
     /// Which segment it is part of; a number never used twice.
     pub(super) segment: u64,
@@ -55,10 +57,10 @@ impl Block {
     }
 }
 
-struct PendingEvent {
-    stream: StreamId,
-    position: u64,
-    block: u64,
+pub(super) struct PendingEvent {
+    pub(super) stream: StreamId,
+    pub(super) position: u64,
+    pub(super) block: u64,
 }
 
 /// What is being asked for.
@@ -69,6 +71,7 @@ pub(super) struct Request {
     pub(super) segment_bytes: u64,
     pub(super) small: bool,
     pub(super) stream: StreamId,
+    pub(super) pool: PoolId,
 }
 
 /// The allocator of one device.
@@ -85,7 +88,9 @@ pub(super) struct DeviceModel {
     /// Searches of the small and of the large class, counted while collection is on.
     pub(super) searches: [u64; 2],
     /// In order of recording.
-    pending: Vec<PendingEvent>,
+    pub(super) pending: Vec<PendingEvent>,
+    /// The private ones.
+    pub(super) pools: Vec<PoolModel>,
 }
 
 impl DeviceModel {
@@ -99,6 +104,7 @@ impl DeviceModel {
             segments_made: 0,
             searches: [0; 2],
             pending: Vec::new(),
+            pools: Vec::new(),
         }
     }
 
@@ -120,6 +126,7 @@ impl DeviceModel {
         driver: &mut Driver,
         bytes: u64,
         stream: StreamId,
+        pool: PoolId,
     ) -> Option<Addr> {
         self.process_events(driver);
         let rounded = driver.conf.round(bytes);
@@ -129,6 +136,7 @@ impl DeviceModel {
             segment_bytes: driver.conf.segment_bytes(rounded),
             small: rounded <= SMALL_MAX,
             stream,
+            pool,
         };
         let found = self.take_cached(driver, &request).or_else(|| self.grow(driver, &request));
         let Some(addr) = found else {
@@ -147,6 +155,9 @@ impl DeviceModel {
         if let Some(addr) = self.new_block(driver, request) {
             return Some(addr);
         }
+        if let Some(addr) = self.lent(driver, request) {
+            return Some(addr);
+        }
         if self.release_available(driver, request)
             && let Some(addr) = self.new_block(driver, request)
         {
@@ -162,21 +173,24 @@ impl DeviceModel {
         self.limit.is_some() && driver.conf.gc_threshold > 0.0
     }
 
-    /// Free blocks of a class and stream in the order of the pool: by size, then address.
-    pub(super) fn free_of(&self, small: bool, stream: StreamId) -> Vec<&Block> {
-        let fits = |b: &&Block| b.is_free() && b.small == small && b.stream == stream;
+    /// Free blocks that a request may use, in the order of the pool: by size, then address.
+    pub(super) fn free_of(&self, request: &Request) -> Vec<&Block> {
+        let Request { small, stream, pool, .. } = *request;
+        let mine = move |b: &Block| (b.small, b.stream, b.pool) == (small, stream, pool);
+        let fits = |b: &&Block| b.is_free() && mine(b);
         let mut free: Vec<&Block> = self.blocks.iter().filter(fits).collect();
         free.sort_by_key(|b| (b.bytes, b.addr));
         free
     }
 
     /// Searches the pool; the address of the block to use.
-    fn take_cached(&mut self, driver: &Driver, request: &Request) -> Option<u64> {
-        if self.collects(driver) {
+    pub(super) fn take_cached(&mut self, driver: &Driver, request: &Request) -> Option<u64> {
+        // Only the default pool is collected, so only its searches matter.
+        if self.collects(driver) && request.pool == PoolId::DEFAULT {
             self.searches[usize::from(!request.small)] += 1;
         }
         let conf = &driver.conf;
-        let free = self.free_of(request.small, request.stream);
+        let free = self.free_of(request);
         let mut candidates = free.into_iter().filter(|b| b.bytes >= request.rounded);
         let mut found = candidates.next()?;
         if found.is_expandable() && conf.expandable {
@@ -247,6 +261,7 @@ impl DeviceModel {
             bytes,
             requested: 0,
             stream: request.stream,
+            pool: request.pool,
             small: request.small,
             segment: self.segments_made,
             pages,
@@ -260,14 +275,16 @@ impl DeviceModel {
     }
 
     /// Hands a free block out, split if that is worth it.
-    fn hand_out(&mut self, driver: &mut Driver, request: &Request, addr: u64) -> Addr {
+    pub(super) fn hand_out(&mut self, driver: &mut Driver, request: &Request, addr: u64) -> Addr {
         let at = self.index(addr);
         let was_split = self.is_split(at);
         let block = &self.blocks[at];
         let (bytes, expandable) = (block.bytes, block.is_expandable());
         let rest = bytes - request.rounded;
         let small = request.small;
-        let splits = if small || driver.conf.expandable {
+        let splits = if self.is_no_split(self.blocks[at].pool) {
+            false
+        } else if small || driver.conf.expandable {
             rest >= SMALL_REMAINDER
         } else {
             request.rounded < driver.conf.max_split.unwrap_or(u64::MAX) && rest > LARGE_REMAINDER
@@ -381,7 +398,7 @@ impl DeviceModel {
         }
     }
 
-    fn take_event(&mut self, driver: &mut Driver, event: usize) {
+    pub(super) fn take_event(&mut self, driver: &mut Driver, event: usize) {
         let addr = self.pending.remove(event).block;
         let at = self.index(addr);
         self.blocks[at].events -= 1;
@@ -461,6 +478,7 @@ impl DeviceModel {
                 bytes: b.bytes,
                 requested: if b.is_idle() { 0 } else { b.requested },
                 stream: b.stream,
+                pool: b.pool,
                 live: b.live,
                 pending: b.events > 0,
             })
@@ -469,7 +487,7 @@ impl DeviceModel {
 }
 
 /// One increase or decrease by a net amount; nothing for 0.
-fn change(stat: &mut super::stats::Pooled, small: bool, by: i64) {
+pub(super) fn change(stat: &mut super::stats::Pooled, small: bool, by: i64) {
     if by > 0 {
         stat.up(small, by.unsigned_abs());
     } else if by < 0 {

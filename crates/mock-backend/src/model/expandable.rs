@@ -40,7 +40,8 @@ impl DeviceModel {
     fn find_growable(&mut self, driver: &mut Driver, request: &Request) -> Option<u64> {
         for at in 0..self.blocks.len() {
             let hole = &self.blocks[at];
-            if hole.mapped || hole.small != request.small || hole.stream != request.stream {
+            let mine = (hole.small, hole.stream, hole.pool);
+            if hole.mapped || mine != (request.small, request.stream, request.pool) {
                 continue;
             }
             let before = self.neighbours(at).0.filter(|&b| self.blocks[b].is_idle());

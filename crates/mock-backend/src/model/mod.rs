@@ -2,9 +2,9 @@
 //!
 //! Written from the specification of the behaviour alone, as plainly as possible: one list of
 //! blocks in order of address, scanned from end to end for every question. It covers ordinary and
-//! expandable segments of the default pool, several devices, every statistic and the trace, with
+//! expandable segments, private pools with their scopes and checkpoints, several devices, every statistic and the trace, with
 //! the defects of the original that recordings show (the pool is not searched again after the
-//! blocking flush). Not covered: private pools and captures, free-memory callbacks,
+//! blocking flush). Not covered: captures, pools with sources of their own, free-memory callbacks,
 //! `throw_on_cudamalloc_oom`.
 //!
 //! It keeps its own account of busy streams and of device memory and takes addresses from a closure,
@@ -12,7 +12,7 @@
 //! of a GPU. Test `golden` compares it with recordings of PyTorch, entry by entry.
 //!
 //! ```
-//! use alloc_core::{Addr, DeviceId, StreamId};
+//! use alloc_core::{Addr, DeviceId, PoolId, StreamId};
 //! use mock_backend::model::{Model, ModelConf};
 //!
 //! let mut next = 0;
@@ -32,19 +32,22 @@ mod conf;
 mod device;
 mod driver;
 mod expandable;
+mod pools;
 mod release;
 mod stats;
 
 pub use conf::{EventOrder, ModelConf};
+pub use pools::{ModelCheckpoint, ModelRestored};
 pub use stats::{ModelStats, Stat};
 
 use std::fmt;
 
-use alloc_core::{Addr, DeviceId, StreamId};
+use alloc_core::{Addr, DeviceId, PoolId, StreamId};
 
 use crate::SpanKind;
 use device::DeviceModel;
 use driver::Driver;
+use pools::ScopeModel;
 
 /// Gives the address of the next segment or reservation, from its size in bytes. For reservations of
 /// expandable segments, called when a range is reserved.
@@ -117,6 +120,8 @@ pub struct ModelBlock {
     pub requested: u64,
     /// The stream it belongs to.
     pub stream: StreamId,
+    /// The pool it belongs to.
+    pub pool: PoolId,
     /// Whether the client has it.
     pub live: bool,
     /// Whether it was freed and waits for events.
@@ -127,12 +132,22 @@ pub struct ModelBlock {
 pub struct Model {
     driver: Driver,
     devices: Vec<DeviceModel>,
+    /// Outermost first.
+    scopes: Vec<ScopeModel>,
+    pools_made: u64,
+    scopes_made: u64,
 }
 
 impl Model {
     /// An allocator without devices.
     pub fn new(conf: ModelConf, addresses: ModelAddresses) -> Self {
-        Model { driver: Driver::new(conf, addresses), devices: Vec::new() }
+        Model {
+            driver: Driver::new(conf, addresses),
+            devices: Vec::new(),
+            scopes: Vec::new(),
+            pools_made: 0,
+            scopes_made: 0,
+        }
     }
 
     /// Adds the next device: `capacity` bytes can be had from its driver, and it says it has `total`
@@ -160,7 +175,8 @@ impl Model {
             return None;
         }
         let device = self.driver.device_of(stream);
-        self.devices[device.index()].allocate(&mut self.driver, bytes, stream)
+        let pool = self.route(device, stream);
+        self.devices[device.index()].allocate(&mut self.driver, bytes, stream, pool)
     }
 
     /// Frees a block; nothing happens for [`Addr::NULL`].

@@ -1,16 +1,16 @@
 //! Giving memory back: collection, oversize blocks, everything.
 
-use alloc_core::StreamId;
+use alloc_core::{PoolId, StreamId};
 
 use super::ModelAction;
-use super::device::{DeviceModel, Request};
+use super::device::{Block, DeviceModel, Request};
 use super::driver::Driver;
 
 impl DeviceModel {
-    /// Free blocks of a class in the order of the pool: by stream, size, address. Their addresses.
-    fn pool_order(&self, small: bool) -> Vec<u64> {
-        let mut free: Vec<_> =
-            self.blocks.iter().filter(|b| b.is_free() && b.small == small).collect();
+    /// Free blocks of a class of a pool, in its order: by stream, size, address. Their addresses.
+    fn pool_order(&self, pool: PoolId, small: bool) -> Vec<u64> {
+        let mine = |b: &&Block| b.is_free() && (b.pool, b.small) == (pool, small);
+        let mut free: Vec<_> = self.blocks.iter().filter(mine).collect();
         free.sort_by_key(|b| (b.stream, b.bytes, b.addr));
         free.into_iter().map(|b| b.addr).collect()
     }
@@ -33,7 +33,7 @@ impl DeviceModel {
         let mut reclaimed = 0;
         loop {
             let unsplit: Vec<u64> = self
-                .pool_order(false)
+                .pool_order(PoolId::DEFAULT, false)
                 .into_iter()
                 .filter(|&addr| !self.is_split(self.index(addr)))
                 .collect();
@@ -59,9 +59,12 @@ impl DeviceModel {
         let Some(max_split) = driver.conf.max_split else {
             return false;
         };
+        if self.is_pinned(request.pool) {
+            return false;
+        }
         let needed = request.rounded.max(max_split);
         let free: Vec<(u64, u64, bool)> = self
-            .free_of(request.small, request.stream)
+            .free_of(request)
             .into_iter()
             .map(|b| (b.addr, b.bytes, b.is_expandable()))
             .collect();
@@ -89,12 +92,13 @@ impl DeviceModel {
     /// Waits for all events and gives everything back.
     pub(super) fn release_cached(&mut self, driver: &mut Driver) {
         self.synchronize(driver);
-        self.release_class(driver, false);
-        self.release_class(driver, true);
+        self.release_class(driver, PoolId::DEFAULT, false);
+        self.release_class(driver, PoolId::DEFAULT, true);
+        self.release_unreferenced(driver);
     }
 
-    fn release_class(&mut self, driver: &mut Driver, small: bool) {
-        let free = self.pool_order(small);
+    pub(super) fn release_class(&mut self, driver: &mut Driver, pool: PoolId, small: bool) {
+        let free = self.pool_order(pool, small);
         let is_expandable = |addr: &u64| self.blocks[self.index(*addr)].is_expandable();
         let (expandable, ordinary): (Vec<u64>, Vec<u64>) =
             free.into_iter().partition(is_expandable);

@@ -132,7 +132,7 @@ impl<B: Backend> PoolRef<B> {
             let handed_out = done.ok_or_else(|| self.flaw(CheckpointFlaw::Interrupted))?;
             let revived = handed_out
                 .into_iter()
-                .map(|(requested, block)| shared.allocation(cell, requested, Some(block)));
+                .map(|(requested, block)| shared.allocation(cell, requested, block));
             restored.revived.extend(revived);
         }
         Ok(restored)
@@ -162,8 +162,13 @@ impl<B: Backend> PoolRef<B> {
         {
             return Err(self.flaw(CheckpointFlaw::Pending { addr: *addr }));
         }
-        let streams: BTreeMap<_, _> = waited.iter().map(|(_, s)| (s.id(), s)).collect();
-        streams.into_values().try_for_each(|stream| self.shared.synchronize(stream).map(drop))
+        let streams: BTreeMap<_, _> = waited.iter().map(|(addr, s)| (s.id(), (*addr, s))).collect();
+        for (addr, stream) in streams.into_values() {
+            if !self.shared.synchronize(stream)? {
+                return Err(self.flaw(CheckpointFlaw::Pending { addr }));
+            }
+        }
+        Ok(())
     }
 
     fn flaw_of(&self, obstacle: Obstacle) -> AllocError<B::Error> {

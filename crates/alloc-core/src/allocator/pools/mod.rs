@@ -203,8 +203,8 @@ impl<B: Backend> Pools<B> {
     }
 
     /// Leaves the sources alone from now on, whatever they are mapped under.
-    pub(super) fn forget(&mut self) {
-        std::mem::forget(std::mem::take(self.private.get_mut()));
+    pub(super) fn forget(&self) {
+        std::mem::forget(std::mem::take(&mut *self.private.write()));
     }
 
     /// The private pools, in the order in which a flush visits them.
@@ -245,7 +245,7 @@ impl<B: Backend> CachingAllocator<B> {
         options: PoolOptions<B>,
     ) -> AllocResult<MemPool<B>, B> {
         let next = || PoolId(0, self.shared.next_user_pool.fetch_add(1, Ordering::Relaxed));
-        Ok(MemPool { pool: self.shared.create_pool(device, options, next)? })
+        Ok(MemPool { pool: self.shared.create_pool(device, options, next)?, released: false })
     }
 
     /// Makes a pool for a graph capture, with an id `{n, 0}` that no pool of this allocator had
@@ -490,6 +490,8 @@ impl Drop for PoolPin {
 #[derive(Debug)]
 pub struct MemPool<B: Backend> {
     pool: PoolRef<B>,
+    /// Whether it was given up already.
+    released: bool,
 }
 
 impl<B: Backend> MemPool<B> {
@@ -498,7 +500,8 @@ impl<B: Backend> MemPool<B> {
     /// # Errors
     /// [`AllocError::Backend`] at the first call that fails; the memory that was to go back then goes
     /// with the next flush.
-    pub fn release(self) -> AllocResult<(), B> {
+    pub fn release(mut self) -> AllocResult<(), B> {
+        self.released = true;
         self.give_up()
     }
 
@@ -522,6 +525,8 @@ impl<B: Backend> std::ops::Deref for MemPool<B> {
 
 impl<B: Backend> Drop for MemPool<B> {
     fn drop(&mut self) {
-        let _ = self.give_up();
+        if !self.released {
+            let _ = self.give_up();
+        }
     }
 }

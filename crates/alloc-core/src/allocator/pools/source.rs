@@ -121,6 +121,8 @@ impl<B: VirtualMemory> PoolOptions<B> {
     }
 }
 
+type Error<B> = AllocError<<B as Backend>::Error>;
+
 /// A segment and whom it goes back to.
 pub(in crate::allocator) enum Token<B: Backend> {
     Backend(B::Segment),
@@ -183,18 +185,22 @@ impl<B: Backend> Shared<B> {
     }
 
     /// Gives a segment of a heap back to where it came from, when nothing uses it any more. A backend
-    /// waits for that by itself, as cudaFree does; for other sources it is done here.
+    /// waits for that by itself, as cudaFree does; for other sources it is done here. Refused without
+    /// an error if that is not possible now, because the stream is being captured.
     pub(in crate::allocator) fn release_segment(
         &self,
         cell: &HeapCell<B>,
         token: Token<B>,
-    ) -> Result<(), Refused<Token<B>, AllocError<B::Error>>> {
-        if let Token::Source(_) = &token
-            && let Err(error) = self.synchronize(&cell.stream)
-        {
-            return Err(Refused { value: token, error });
+    ) -> Result<(), Refused<Token<B>, Option<Error<B>>>> {
+        if let Token::Source(_) = &token {
+            match self.synchronize(&cell.stream) {
+                Ok(true) => {}
+                Ok(false) => return Err(Refused { value: token, error: None }),
+                Err(error) => return Err(Refused { value: token, error: Some(error) }),
+            }
         }
-        self.give_segment(cell, token)
+        let given = self.give_segment(cell, token);
+        given.map_err(|Refused { value, error }| Refused { value, error: Some(error) })
     }
 
     /// Gives a segment back that nothing uses.
@@ -202,7 +208,7 @@ impl<B: Backend> Shared<B> {
         &self,
         cell: &HeapCell<B>,
         token: Token<B>,
-    ) -> Result<(), Refused<Token<B>, AllocError<B::Error>>> {
+    ) -> Result<(), Refused<Token<B>, Error<B>>> {
         match token {
             Token::Backend(segment) => self.backend.release(segment).map_err(|refused| Refused {
                 value: Token::Backend(refused.value),
