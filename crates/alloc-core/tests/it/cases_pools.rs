@@ -2,8 +2,9 @@
 
 use crate::rig::*;
 use alloc_core::{AllocError, LadderStep, MemPool, Policy, PoolId, PoolOptions, ScopeFilter};
-use mock_backend::{Call, MockBackend};
-use std::sync::Barrier;
+use mock_backend::{Call, Judged, MockBackend, MockStream, Rng};
+use std::collections::BTreeSet;
+use std::sync::{Barrier, Mutex};
 
 const EXPANDABLE: &str = "expandable_segments:True";
 
@@ -508,4 +509,83 @@ fn pages_are_shared_between_pools() {
     assert_eq!(rig.reserved(), 90 * MIB);
     rig.free(d);
     drop(pin);
+}
+
+/// Threads make pools, enter them, nest scopes, drop them while blocks live and empty caches meanwhile:
+/// ids are unique, each thread's requests go to its own pool, and the judge objects to nothing.
+#[test]
+fn threads_with_pools_of_their_own() {
+    for policy in BOTH {
+        for text in ["", EXPANDABLE] {
+            let backend = MockBackend::builder().device(4 * GIB).build();
+            let alloc = Alloc::with_virtual_memory(backend.clone(), config(policy, text)).unwrap();
+            let judged = Judged::new(backend.clone(), alloc);
+            let ids = Mutex::new(BTreeSet::new());
+            std::thread::scope(|threads| {
+                for thread in 0..4u64 {
+                    let (judged, ids) = (&judged, &ids);
+                    let streams = [backend.stream(DEV0), backend.stream(DEV0)];
+                    threads.spawn(move || a_thread_with_pools(thread, judged, ids, streams));
+                }
+            });
+            assert_eq!(ids.lock().unwrap().len(), 4 * ROUNDS as usize);
+            judged.subject.check().unwrap();
+            assert!(judged.backend.violations().is_empty());
+            judged.subject.empty_cache().unwrap();
+            assert!(judged.subject.pools(DEV0).unwrap().is_empty());
+            let stats = judged.subject.stats(DEV0).unwrap();
+            assert_eq!(stats.get("reserved_bytes.all.current"), Some(0));
+            judged.finish();
+        }
+    }
+}
+
+const ROUNDS: u64 = 30;
+
+fn a_thread_with_pools(
+    thread: u64,
+    judged: &Judged<Alloc>,
+    ids: &Mutex<BTreeSet<PoolId>>,
+    [own, other]: [MockStream; 2],
+) {
+    let mut rng = Rng::new(thread);
+    let mut kept = Vec::new();
+    let allocate = |bytes: u64| judged.allocate(bytes, &own).unwrap();
+    for round in 0..ROUNDS {
+        let pool = judged.subject.create_pool(DEV0, PoolOptions::new()).unwrap();
+        assert!(ids.lock().unwrap().insert(pool.id()), "an id twice");
+        let of = |addr| judged.subject.locate(addr).unwrap().pool;
+        let scope = pool.enter();
+        let blocks: Vec<_> = (0..8).map(|_| allocate(rng.between(1, 3 * MIB))).collect();
+        assert!(blocks.iter().all(|addr| of(*addr) == pool.id()));
+        {
+            let inner = judged.subject.create_capture_pool(DEV0).unwrap();
+            let _inside = inner.enter();
+            let block = allocate(KIB);
+            assert_eq!(of(block), inner.id());
+            judged.use_on(block, &other).unwrap();
+            judged.free(block).unwrap();
+        }
+        if round % 5 == 0 {
+            judged.subject.empty_cache().unwrap();
+            assert!(blocks.iter().all(|addr| of(*addr) == pool.id()));
+        }
+        drop(scope);
+        let outside = allocate(rng.between(1, MIB));
+        assert_eq!(of(outside), PoolId::DEFAULT);
+        judged.free(outside).unwrap();
+        for (n, block) in blocks.into_iter().enumerate() {
+            if n == 3 {
+                kept.push(block);
+            } else {
+                judged.free(block).unwrap();
+            }
+        }
+        if round % 3 == 0 {
+            pool.empty_cache().unwrap();
+        }
+        judged.backend.pass(&own);
+        judged.backend.pass(&other);
+    }
+    kept.into_iter().for_each(|block| judged.free(block).unwrap());
 }

@@ -9,7 +9,7 @@
 use crate::cases_threads::in_time;
 use crate::rig::*;
 use alloc_core::backend::ErrorKind;
-use alloc_core::{Addr, AllocError, Policy};
+use alloc_core::{Addr, AllocError, Allocation, Checkpoint, MemPool, Policy, PoolOptions};
 use mock_backend::{Call, Fault, Judged, MockBackend, MockStream};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -29,21 +29,25 @@ enum Intruder {
     Grows,
     /// Gives the cache back.
     Empties,
+    /// Makes a pool, is served from it and gives it up; pins the pool at work, and empties it.
+    UsesPools,
 }
 
-const INTRUDERS: [Intruder; 6] = [
+const INTRUDERS: [Intruder; 7] = [
     Intruder::Frees,
     Intruder::FreesAcrossStreams,
     Intruder::Allocates,
     Intruder::Looks,
     Intruder::Grows,
     Intruder::Empties,
+    Intruder::UsesPools,
 ];
 
 /// An allocator with some blocks set aside for the intruder.
 struct Stage {
     judged: Judged<Alloc>,
     streams: Vec<MockStream>,
+    pool: MemPool<MockBackend>,
     aside: Mutex<Vec<Addr>>,
     /// What the intruder holds.
     taken: Mutex<Vec<Addr>>,
@@ -55,6 +59,7 @@ impl Stage {
         let alloc = Alloc::with_virtual_memory(backend.clone(), config(policy, text)).unwrap();
         let streams = (0..4).map(|_| backend.stream(DEV0)).collect();
         let stage = Stage {
+            pool: alloc.create_pool(DEV0, PoolOptions::new()).unwrap(),
             judged: Judged::new(backend, alloc),
             streams,
             aside: Mutex::default(),
@@ -142,6 +147,16 @@ impl Stage {
             }
             Intruder::Grows => self.keep(33 * MIB, 2),
             Intruder::Empties => self.judged.subject.empty_cache().unwrap(),
+            Intruder::UsesPools => {
+                let own = self.judged.subject.create_pool(DEV0, PoolOptions::new()).unwrap();
+                let scope = own.enter();
+                self.keep(512, 2);
+                drop((scope, own));
+                let pin = self.pool.pin();
+                assert_eq!(self.pool.empty_cache().unwrap(), 0);
+                drop(pin);
+                self.pool.empty_cache().unwrap();
+            }
         }
     }
 
@@ -150,13 +165,47 @@ impl Stage {
         self.taken.lock().unwrap().push(addr);
     }
 
+    /// From the pool, on stream 0.
+    fn alloc_in_pool(&self, bytes: u64) -> Option<Addr> {
+        let stream = &self.streams[0];
+        let result = self.pool.allocate(bytes, stream);
+        if let Ok(block) = &result {
+            self.judged.backend.judge().allocated(block.addr(), block.bytes(), stream);
+        }
+        self.settled();
+        self.unless_failed(result).map(|block| block.addr())
+    }
+
+    /// Restores a checkpoint; the stale and the revived blocks.
+    fn restore(&self, checkpoint: &Checkpoint) -> [Vec<Addr>; 2] {
+        let result = self.pool.restore(checkpoint);
+        self.settled();
+        let Some(restored) = self.unless_failed(result) else { return [vec![], vec![]] };
+        let judge = self.judged.backend.judge();
+        for stale in &restored.stale {
+            judge.freed(stale.addr);
+        }
+        for block in &restored.revived {
+            judge.allocated(block.addr(), block.bytes(), &self.streams[0]);
+        }
+        let stale = restored.stale.iter().map(|stale| stale.addr).collect();
+        [stale, restored.revived.iter().map(Allocation::addr).collect()]
+    }
+
+    fn empty_pool(&self) {
+        let result = self.pool.empty_cache();
+        self.settled();
+        self.unless_failed(result);
+    }
+
     fn finish(self) {
+        drop(self.pool);
         let rest = [&self.aside, &self.taken];
         for addr in rest.into_iter().flat_map(|list| std::mem::take(&mut *list.lock().unwrap())) {
-            self.free(Some(addr));
+            self.judged.free(addr).unwrap();
         }
         self.judged.backend.sync();
-        self.empty();
+        self.judged.subject.empty_cache().unwrap();
         let stats = self.judged.subject.stats(DEV0).unwrap();
         assert_eq!(stats.get("reserved_bytes.all.current"), Some(0));
         assert_eq!(self.judged.backend.used(DEV0), 0);
@@ -191,9 +240,43 @@ fn scenario(stage: &Stage) {
     stage.empty();
 }
 
+/// A pool: its blocks across streams, a checkpoint, a restore, its cache.
+fn pool_scenario(stage: &Stage) {
+    let (a, b) = (stage.alloc_in_pool(20 * MIB), stage.alloc_in_pool(700));
+    stage.use_on(a, 1);
+    let checkpoint = stage.unless_failed(stage.pool.checkpoint());
+    stage.settled();
+    stage.free(a);
+    let c = stage.alloc_in_pool(9 * MIB);
+    stage.use_on(c, 2);
+    let mut c = c;
+    if let Some(checkpoint) = &checkpoint {
+        let [stale, revived] = stage.restore(checkpoint);
+        c = c.filter(|c| !stale.contains(c));
+        revived.into_iter().for_each(|addr| stage.free(Some(addr)));
+    }
+    stage.free(c);
+    drop(checkpoint);
+    stage.empty_pool();
+    let elsewhere = stage.alloc(60 * MIB, 1);
+    stage.free(elsewhere);
+    stage.free(b);
+    let last = stage.alloc_in_pool(40 * MIB);
+    stage.free(last);
+    stage.empty_pool();
+    stage.empty();
+}
+
 /// Runs the scenario with the intruder at the `n`-th call, which then fails if `fails`. Returns
 /// whether there was such a call.
-fn with_intruder(policy: Policy, text: &str, intruder: Intruder, n: u64, fails: bool) -> bool {
+fn with_intruder(
+    scenario: fn(&Stage),
+    policy: Policy,
+    text: &str,
+    intruder: Intruder,
+    n: u64,
+    fails: bool,
+) -> bool {
     let stage = Arc::new(Stage::new(policy, text));
     let calls = Arc::new(AtomicU64::new(0));
     for call in Call::ALL {
@@ -219,11 +302,20 @@ fn with_intruder(policy: Policy, text: &str, intruder: Intruder, n: u64, fails: 
 }
 
 fn at_every_call(policies: &'static [Policy], text: &'static str, fails: bool) {
+    at_every_call_of(scenario, policies, text, fails);
+}
+
+fn at_every_call_of(
+    scenario: fn(&Stage),
+    policies: &'static [Policy],
+    text: &'static str,
+    fails: bool,
+) {
     in_time(move || {
         for policy in policies.iter().copied() {
             for intruder in INTRUDERS {
                 let mut n = 1;
-                while with_intruder(policy, text, intruder, n, fails) {
+                while with_intruder(scenario, policy, text, intruder, n, fails) {
                     n += 1;
                 }
                 assert!(n > 10);
@@ -240,6 +332,18 @@ fn ordinary_segments_at_every_call() {
 #[test]
 fn expandable_segments_at_every_call() {
     at_every_call(&BOTH, "expandable_segments:True", false);
+}
+
+#[test]
+fn pools_at_every_call() {
+    at_every_call_of(pool_scenario, &BOTH, "", false);
+    at_every_call_of(pool_scenario, &BOTH, "expandable_segments:True", false);
+}
+
+#[test]
+fn pools_at_every_call_that_fails() {
+    at_every_call_of(pool_scenario, &BOTH, "", true);
+    at_every_call_of(pool_scenario, &BOTH, "expandable_segments:True", true);
 }
 
 /// Options under which memory moves from the first miss on.

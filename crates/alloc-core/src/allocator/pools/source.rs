@@ -121,6 +121,8 @@ impl<B: VirtualMemory> PoolOptions<B> {
     }
 }
 
+type Error<B> = AllocError<<B as Backend>::Error>;
+
 /// A segment and whom it goes back to.
 pub(in crate::allocator) enum Token<B: Backend> {
     Backend(B::Segment),
@@ -189,7 +191,7 @@ impl<B: Backend> Shared<B> {
         &self,
         cell: &HeapCell<B>,
         token: Token<B>,
-    ) -> Result<(), Refused<Token<B>, Option<AllocError<B::Error>>>> {
+    ) -> Result<(), Refused<Token<B>, Option<Error<B>>>> {
         if let Token::Source(_) = &token {
             match self.synchronize(&cell.stream) {
                 Ok(true) => {}
@@ -206,7 +208,7 @@ impl<B: Backend> Shared<B> {
         &self,
         cell: &HeapCell<B>,
         token: Token<B>,
-    ) -> Result<(), Refused<Token<B>, AllocError<B::Error>>> {
+    ) -> Result<(), Refused<Token<B>, Error<B>>> {
         match token {
             Token::Backend(segment) => self.backend.release(segment).map_err(|refused| Refused {
                 value: Token::Backend(refused.value),
