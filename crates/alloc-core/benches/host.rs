@@ -15,11 +15,12 @@ use std::sync::Barrier;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
-/// Hands out ever higher addresses; every event is reached.
+/// Hands out ever higher addresses. An event is reached so many rounds after it was recorded.
 #[derive(Debug, Default)]
 struct Free {
     used: AtomicU64,
-    events: AtomicU64,
+    rounds: AtomicU64,
+    latency: AtomicU64,
 }
 
 #[derive(Clone, Debug)]
@@ -67,7 +68,7 @@ impl PinnedSegment for Pinned {
 
 impl HostBackend for Free {
     type Stream = FreeStream;
-    type Event = ();
+    type Event = u64;
     type Pinned = Pinned;
     type Error = Never;
 
@@ -88,16 +89,16 @@ impl HostBackend for Free {
         Ok(())
     }
 
-    fn record(&self, _: &FreeStream) -> Result<(), Never> {
-        self.events.fetch_add(1, Relaxed);
-        Ok(())
+    fn record(&self, _: &FreeStream) -> Result<u64, Never> {
+        Ok(self.rounds.load(Relaxed) + self.latency.load(Relaxed))
     }
 
-    fn query(&self, _: &()) -> Result<Completion, Never> {
-        Ok(Completion::Reached)
+    fn query(&self, reached_at: &u64) -> Result<Completion, Never> {
+        let is_reached = self.rounds.load(Relaxed) >= *reached_at;
+        Ok(if is_reached { Completion::Reached } else { Completion::Pending })
     }
 
-    fn wait(&self, _: &()) -> Result<(), Never> {
+    fn wait(&self, _: &u64) -> Result<(), Never> {
         Ok(())
     }
 
@@ -153,9 +154,11 @@ fn hit_pair(host: &Host, bytes: u64) -> f64 {
     })
 }
 
-fn recorded_pair(host: &Host, bytes: u64) -> f64 {
+fn recorded_pair(host: &Host, bytes: u64, latency: u64) -> f64 {
     let stream = FreeStream(1);
+    host.backend().latency.store(latency, Relaxed);
     per_round(500_000, || {
+        host.backend().rounds.fetch_add(1, Relaxed);
         let block = host.allocate(black_box(bytes)).expect("memory");
         host.record_use(&block, &stream).expect("live");
         host.free(block).expect("freed");
@@ -212,15 +215,19 @@ fn main() {
                 let ratio = peak(stats.allocated_bytes) / peak(stats.requested_bytes).max(1.0);
                 println!(
                     "{{\"policy\":\"{policy}\",\"name\":\"{name}\",\"{unit}\":{value:.1},\
-                     \"reserved_to_requested\":{ratio:.3}}}"
+                     \"reserved_to_requested\":{ratio:.3},\"misses\":{}}}",
+                    stats.num_misses
                 );
             }
         };
         for bytes in [64, 4096, 1 << 20, 16 << 20] {
             run(&format!("hit_{bytes}"), &|host| hit_pair(host, bytes), "ns_per_pair");
         }
-        for bytes in [4096, 1 << 20] {
-            run(&format!("recorded_{bytes}"), &|host| recorded_pair(host, bytes), "ns_per_pair");
+        for (bytes, latency) in
+            [4096, 1 << 20, 16 << 20].into_iter().flat_map(|b| [(b, 0), (b, 30)])
+        {
+            let pair = |host: &Host| recorded_pair(host, bytes, latency);
+            run(&format!("recorded_{bytes}_late_{latency}"), &pair, "ns_per_pair");
         }
         for max_log in [16, 20, 24] {
             run(

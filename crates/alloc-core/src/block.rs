@@ -13,16 +13,22 @@ use std::ops::{Index, IndexMut};
 pub(crate) struct BlockIdx(NonZeroU32);
 
 impl BlockIdx {
-    pub(crate) const fn new(index: u32) -> Self {
-        // Stored plus one, so that an optional position takes no more room.
-        match NonZeroU32::new(index.wrapping_add(1)) {
-            Some(raw) => BlockIdx(raw),
-            None => panic!("a heap has fewer than 2^32 blocks"),
-        }
+    /// # Panics
+    /// If `index` is 0, the place of nobody, or 2^32 and more.
+    pub(crate) fn new(index: usize) -> Self {
+        let raw = u32::try_from(index).ok().and_then(NonZeroU32::new);
+        BlockIdx(raw.expect("a heap has fewer than 2^32 blocks, counted from 1"))
     }
 
+    #[inline]
     const fn get(self) -> usize {
-        self.0.get() as usize - 1
+        self.0.get() as usize
+    }
+
+    /// The position of a neighbour, or of the block that stands for none.
+    #[inline]
+    fn or_nobody(index: Option<Self>) -> usize {
+        index.map_or(0, Self::get)
     }
 }
 
@@ -50,8 +56,10 @@ pub(crate) enum BlockState {
     Vacant,
 }
 
-/// A sub-range of exactly one segment: the unit of split and merge.
+/// A sub-range of exactly one segment: the unit of split and merge. A free and a split each look at up
+/// to three blocks: one cache line apiece.
 #[derive(Clone, Debug)]
+#[repr(align(64))]
 pub(crate) struct Block {
     pub(crate) addr: Addr,
     pub(crate) bytes: u64,
@@ -61,7 +69,7 @@ pub(crate) struct Block {
     pub(crate) free_since: u64,
     pub(crate) state: BlockState,
     pub(crate) segment: SegmentId,
-    /// Address neighbours in the same segment.
+    /// Address neighbours in the same segment. In a vacant place, `next` is the next vacant one.
     pub(crate) prev: Option<BlockIdx>,
     pub(crate) next: Option<BlockIdx>,
     /// Times that this place in the slab was vacated.
@@ -75,8 +83,7 @@ pub(crate) struct Block {
     pub(crate) used: bool,
 }
 
-// A free and a split each look at up to three blocks: one cache line apiece.
-const _: () = assert!(size_of::<Block>() <= 64);
+const _: () = assert!(size_of::<Block>() == 64);
 
 impl Block {
     pub(crate) const fn new(
@@ -124,23 +131,109 @@ impl Block {
 }
 
 /// All blocks of a heap.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct BlockSlab {
+    /// The first is nobody: it is what a missing neighbour is, always vacant, and takes what is
+    /// written about such.
     slots: Vec<Block>,
-    vacant: Vec<BlockIdx>,
+    /// The first of the vacant places.
+    vacant: Option<BlockIdx>,
+}
+
+impl Default for BlockSlab {
+    fn default() -> Self {
+        let (segment, state) = (SegmentId::new(0), BlockState::Vacant);
+        let nobody = Block::new(Addr::NULL, 0, state, segment, SizeClass::Small, false);
+        BlockSlab { slots: vec![nobody], vacant: None }
+    }
 }
 
 impl BlockSlab {
-    #[inline]
+    /// Finds a place for a block.
     pub(crate) fn insert(&mut self, block: Block) -> BlockIdx {
-        if let Some(index) = self.vacant.pop() {
-            let slot = &mut self.slots[index.get()];
-            *slot = Block { generation: slot.generation, ..block };
-            return index;
-        }
-        let index = BlockIdx::new(u32::try_from(self.slots.len()).unwrap_or(u32::MAX));
-        self.slots.push(block);
+        let index = self.place();
+        let slot = &mut self.slots[index.get()];
+        *slot = Block { generation: slot.generation, ..block };
         index
+    }
+
+    #[inline]
+    fn place(&mut self) -> BlockIdx {
+        match self.vacant {
+            Some(index) => {
+                self.vacant = self.slots[index.get()].next;
+                index
+            }
+            None => self.new_place(),
+        }
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn new_place(&mut self) -> BlockIdx {
+        let index = BlockIdx::new(self.slots.len());
+        self.slots.push(self.slots[0].clone());
+        index
+    }
+
+    /// Cuts a block after its first `bytes`; it keeps those. Returns the rest, which is in `state`, and
+    /// its key.
+    #[inline]
+    pub(crate) fn split(
+        &mut self,
+        id: BlockIdx,
+        bytes: u64,
+        state: BlockState,
+    ) -> (BlockIdx, FreeKey) {
+        let rest = self.place();
+        let slots = &mut self.slots[..];
+        let block = &mut slots[id.get()];
+        let after = block.next.replace(rest);
+        let (addr, rest_bytes) = (block.addr + bytes, block.bytes - bytes);
+        block.bytes = bytes;
+        let (segment, class, expandable) = (block.segment, block.class, block.expandable);
+        let freed_at = block.freed_at;
+        let slot = &mut slots[rest.get()];
+        slot.addr = addr;
+        slot.bytes = rest_bytes;
+        slot.requested = 0;
+        slot.state = state;
+        slot.segment = segment;
+        slot.prev = Some(id);
+        slot.next = after;
+        slot.freed_at = freed_at;
+        slot.class = class;
+        slot.expandable = expandable;
+        slot.used = false;
+        slots[BlockIdx::or_nobody(after)].prev = Some(rest);
+        (rest, FreeKey { bytes: rest_bytes, addr })
+    }
+
+    /// Makes `upper`, the block right above `lower`, a part of it, at the heap's time `clock`.
+    #[inline]
+    pub(crate) fn join(&mut self, lower: BlockIdx, upper: BlockIdx, clock: u32) {
+        let slots = &mut self.slots[..];
+        let gone = &mut slots[upper.get()];
+        let (addr, bytes, freed_at) = (gone.addr, gone.bytes, gone.freed_at);
+        gone.state = BlockState::Vacant;
+        gone.generation = gone.generation.wrapping_add(1);
+        let next = std::mem::replace(&mut gone.next, self.vacant.replace(upper));
+        let block = &mut slots[lower.get()];
+        debug_assert_eq!(block.end(), addr, "I1: neighbours touch");
+        block.bytes += bytes;
+        block.next = next;
+        // The later of two times that wrap around.
+        if clock.wrapping_sub(freed_at) < clock.wrapping_sub(block.freed_at) {
+            block.freed_at = freed_at;
+        }
+        slots[BlockIdx::or_nobody(next)].prev = Some(lower);
+    }
+
+    /// A neighbour, if it is free.
+    #[inline]
+    pub(crate) fn free_neighbour(&self, neighbour: Option<BlockIdx>) -> Option<BlockIdx> {
+        let state = self.slots[BlockIdx::or_nobody(neighbour)].state;
+        neighbour.filter(|_| state == BlockState::Free)
     }
 
     /// Vacates a place; ids of its block are stale from now on.
@@ -150,7 +243,7 @@ impl BlockSlab {
         debug_assert_ne!(slot.state, BlockState::Vacant, "I10: an index names a block");
         slot.state = BlockState::Vacant;
         slot.generation = slot.generation.wrapping_add(1);
-        self.vacant.push(index);
+        slot.next = self.vacant.replace(index);
     }
 
     /// Makes all ids of a block stale; it stays where it is.
@@ -179,7 +272,7 @@ impl BlockSlab {
             .iter()
             .enumerate()
             .filter(|(_, block)| block.state != BlockState::Vacant)
-            .map(|(index, block)| (BlockIdx::new(index as u32), block))
+            .map(|(index, block)| (BlockIdx::new(index), block))
     }
 }
 

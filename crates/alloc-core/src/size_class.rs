@@ -121,6 +121,11 @@ impl RoundupDivisions {
         }
     }
 
+    /// Whether every request is rounded to the next multiple of [`BLOCK_BYTES_MIN`].
+    pub(crate) fn is_plain(&self) -> bool {
+        self.table.iter().all(|divisions| *divisions == 0)
+    }
+
     /// The table itself, entry k for sizes in [2^k, 2^(k+1)) MiB.
     pub const fn table(&self) -> &[u64; INTERVALS] {
         &self.table

@@ -149,20 +149,105 @@ impl Tally {
         self.freed += other.freed;
         self.base += other.base;
     }
+
+    #[inline]
+    fn decrease(&mut self, amount: i64) {
+        self.current -= amount;
+        self.freed += amount;
+    }
 }
+
+const ALLOCATION: usize = Gauge::Allocation as usize;
+const ALLOCATED_BYTES: usize = Gauge::AllocatedBytes as usize;
+const ACTIVE: usize = Gauge::Active as usize;
+const ACTIVE_BYTES: usize = Gauge::ActiveBytes as usize;
+const REQUESTED_BYTES: usize = Gauge::RequestedBytes as usize;
 
 /// The statistics that change with blocks and segments; kept per heap, or per device where the peak
 /// of the sum must be exact.
+///
+/// Active blocks are those handed out and those that drain. Most heaps never see one drain, so the
+/// tallies of [`Gauge::Active`] and [`Gauge::ActiveBytes`] count the draining ones only, with the
+/// peaks of all active ones; [`tally`](Self::tally) adds the others.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub(crate) struct StatTable {
     classes: [[Tally; GAUGES]; 2],
     /// Peaks of the sum of both classes.
     peaks: [i64; GAUGES],
+    /// Blocks that drain, of both classes.
+    draining: u64,
     pub(crate) oversize_allocations: Stat,
     pub(crate) oversize_segments: Stat,
 }
 
 impl StatTable {
+    /// A block of `bytes` is handed out to a request of `requested`.
+    #[inline]
+    pub(crate) fn hand_out(&mut self, class: SizeClass, bytes: u64, requested: u64) {
+        let [small, large] = &mut self.classes;
+        let (mine, others) = match class {
+            SizeClass::Small => (small, large),
+            SizeClass::Large => (large, small),
+        };
+        // While blocks drain, more are active than are handed out.
+        let mut rises = self.draining > 0;
+        for (gauge, amount) in
+            [(ALLOCATION, 1), (ALLOCATED_BYTES, bytes), (REQUESTED_BYTES, requested)]
+        {
+            let tally = &mut mine[gauge];
+            tally.current += amount as i64;
+            let all = tally.current + others[gauge].current;
+            rises |= (tally.current > tally.peak) | (all > self.peaks[gauge]);
+        }
+        if rises {
+            self.raise_peaks();
+        }
+    }
+
+    /// Sets the peaks of what [`hand_out`](Self::hand_out) counts.
+    #[inline(never)]
+    fn raise_peaks(&mut self) {
+        for gauge in [ALLOCATION, ALLOCATED_BYTES, ACTIVE, ACTIVE_BYTES, REQUESTED_BYTES] {
+            let mut all = 0;
+            for class in 0..2 {
+                let current = self.tally(class, gauge).current;
+                let peak = &mut self.classes[class][gauge].peak;
+                *peak = current.max(*peak);
+                all += current;
+            }
+            self.peaks[gauge] = self.peaks[gauge].max(all);
+        }
+    }
+
+    /// A block is freed, and nothing uses it any more.
+    #[inline]
+    pub(crate) fn give_back(&mut self, class: SizeClass, bytes: u64, requested: u64) {
+        let tallies = &mut self.classes[class.index()];
+        tallies[ALLOCATION].decrease(1);
+        tallies[ALLOCATED_BYTES].decrease(bytes as i64);
+        tallies[REQUESTED_BYTES].decrease(requested as i64);
+    }
+
+    /// A block is freed and begins to drain.
+    pub(crate) fn let_go(&mut self, class: SizeClass, bytes: u64) {
+        let tallies = &mut self.classes[class.index()];
+        tallies[ALLOCATION].decrease(1);
+        tallies[ALLOCATED_BYTES].decrease(bytes as i64);
+        tallies[ACTIVE].current += 1;
+        tallies[ACTIVE_BYTES].current += bytes as i64;
+        self.draining += 1;
+    }
+
+    /// A block has drained.
+    pub(crate) fn drained(&mut self, class: SizeClass, bytes: u64, requested: u64) {
+        let tallies = &mut self.classes[class.index()];
+        tallies[ACTIVE].current -= 1;
+        tallies[ACTIVE_BYTES].current -= bytes as i64;
+        tallies[REQUESTED_BYTES].decrease(requested as i64);
+        self.draining -= 1;
+    }
+
+    /// Any gauge but those that the four functions above count.
     #[inline]
     pub(crate) fn increase(&mut self, gauge: Gauge, class: SizeClass, amount: u64) {
         let gauge = gauge as usize;
@@ -175,14 +260,30 @@ impl StatTable {
 
     #[inline]
     pub(crate) fn decrease(&mut self, gauge: Gauge, class: SizeClass, amount: u64) {
-        let tally = &mut self.classes[class.index()][gauge as usize];
-        tally.current -= amount as i64;
-        tally.freed += amount as i64;
+        self.classes[class.index()][gauge as usize].decrease(amount as i64);
+    }
+
+    /// One gauge in one class.
+    fn tally(&self, class: usize, gauge: usize) -> Tally {
+        let tally = self.classes[class][gauge];
+        let handed_out = match gauge {
+            ACTIVE => ALLOCATION,
+            ACTIVE_BYTES => ALLOCATED_BYTES,
+            _ => return tally,
+        };
+        let given = self.classes[class][handed_out];
+        Tally {
+            current: given.current + tally.current,
+            peak: tally.peak,
+            // What drains has been freed by the client, but is active still.
+            freed: given.freed + tally.base - tally.current,
+            base: given.base + tally.base,
+        }
     }
 
     pub(crate) fn get(&self, gauge: Gauge) -> ByClass {
         let gauge = gauge as usize;
-        let [small, large] = [self.classes[0][gauge], self.classes[1][gauge]];
+        let [small, large] = [self.tally(0, gauge), self.tally(1, gauge)];
         let mut sum = small;
         sum.add(&large);
         sum.peak = self.peaks[gauge];
@@ -199,11 +300,11 @@ impl StatTable {
     }
 
     pub(crate) fn reset_peak(&mut self) {
-        for tally in self.classes.as_flattened_mut() {
-            tally.peak = tally.current;
-        }
         for gauge in 0..GAUGES {
-            self.peaks[gauge] = self.classes[0][gauge].current + self.classes[1][gauge].current;
+            let now = [0, 1].map(|class| self.tally(class, gauge).current);
+            self.classes[0][gauge].peak = now[0];
+            self.classes[1][gauge].peak = now[1];
+            self.peaks[gauge] = now[0] + now[1];
         }
         self.oversize().into_iter().for_each(Stat::reset_peak);
     }
@@ -225,6 +326,7 @@ impl StatTable {
         for (mine, theirs) in self.peaks.iter_mut().zip(&other.peaks) {
             *mine += theirs;
         }
+        self.draining += other.draining;
         self.oversize_allocations.add(&other.oversize_allocations);
         self.oversize_segments.add(&other.oversize_segments);
     }

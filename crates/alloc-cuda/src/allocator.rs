@@ -7,6 +7,7 @@ use crate::stream::CudaStream;
 use alloc_core::backend::Backend;
 use alloc_core::{AllocError, CachingAllocator, Config, DeviceId};
 use std::ops::Deref;
+use std::time::Instant;
 
 /// An error of a [`CudaAllocator`].
 pub type CudaAllocError = AllocError<CudaError>;
@@ -55,6 +56,8 @@ impl CudaAllocator {
             return Ok(CudaAllocator { inner: CachingAllocator::new(backend, config)? });
         }
         let inner = CachingAllocator::with_virtual_memory(backend, config)?;
+        let begin = Instant::now();
+        inner.set_clock(move || begin.elapsed());
         Ok(CudaAllocator { inner })
     }
 

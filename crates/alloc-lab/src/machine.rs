@@ -1,5 +1,7 @@
 //! The device that an allocator works on: a simulated one, or the first real one.
 
+use std::time::Instant;
+
 use alloc_core::backend::{MemoryInfo, VirtualMemory};
 use alloc_core::{CachingAllocator, Config, DeviceId};
 use alloc_cuda::{CudaBackend, CudaError};
@@ -40,7 +42,7 @@ pub fn cuda() -> Result<CudaBackend, Failure> {
     })
 }
 
-/// An allocator on `backend`; without virtual memory if the device has none.
+/// An allocator on `backend` that knows the time; without virtual memory if the device has none.
 ///
 /// # Errors
 /// [`Failure::Refused`] with the driver's reason, or if `config` asks for expandable segments that
@@ -54,5 +56,8 @@ pub fn allocator<B: VirtualMemory + MemoryInfo>(
         true => CachingAllocator::with_virtual_memory(backend, config),
         false => CachingAllocator::new(backend, config),
     };
-    allocator.map_err(|error| Failure::Refused(error.to_string()))
+    let allocator = allocator.map_err(|error| Failure::Refused(error.to_string()))?;
+    let begin = Instant::now();
+    allocator.set_clock(move || begin.elapsed());
+    Ok(allocator)
 }

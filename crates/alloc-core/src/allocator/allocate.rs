@@ -1,7 +1,7 @@
 //! A request, from the call to the block: the hit path in full, the miss up to the ladder.
 
-use super::{AllocResult, Allocation, HeapBody, HeapCell, Shared};
-use crate::backend::{Backend, Completion, Stream};
+use super::{AllocResult, Allocation, HeapBody, HeapCell, Op, Shared};
+use crate::backend::{Backend, Completion};
 use crate::block::{BlockId, BlockIdx};
 use crate::error::{AllocError, BackendOp};
 use crate::events::{Head, Pending};
@@ -9,6 +9,7 @@ use crate::heap::{Ledger, Request};
 use crate::size_class::{REQUEST_BYTES_MAX, SizeClass};
 use crate::trace::TraceBuffer;
 use crate::units::{Addr, DeviceId};
+use std::sync::atomic::Ordering;
 
 /// A block that was just handed out.
 #[derive(Clone, Copy, Debug)]
@@ -21,12 +22,32 @@ pub(super) struct HandedOut {
 }
 
 impl<B: Backend> Shared<B> {
+    #[inline]
     pub(super) fn allocate(
         &self,
         cell: &HeapCell<B>,
         requested: u64,
     ) -> AllocResult<Allocation, B> {
-        if !self.devices[cell.device.index()].pools.scopes.is_empty()
+        // Of 0 bytes, too large, watched by a trace sink, while a scope chooses pools or events are
+        // pending: all rare.
+        let usual = requested.wrapping_sub(1) < REQUEST_BYTES_MAX - 1
+            && !self.tracing.load(Ordering::Relaxed)
+            && cell.home.pools.scopes.is_empty()
+            && cell.home.events.is_empty();
+        if !usual {
+            return self.allocate_in_full(cell, requested);
+        }
+        let found = cell.edit(None, |body, ledger| body.serve_cached(requested, ledger));
+        match found {
+            Ok(block) => Ok(self.allocation(cell, requested, block)),
+            Err(request) => self.allocate_missed(cell, &request, self.begin()),
+        }
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn allocate_in_full(&self, cell: &HeapCell<B>, requested: u64) -> AllocResult<Allocation, B> {
+        if !cell.home.pools.scopes.is_empty()
             && let Some(routed) = self.route(cell)?
         {
             return self.allocate_here(&routed.cell, requested);
@@ -44,34 +65,54 @@ impl<B: Backend> Shared<B> {
             return Err(AllocError::TooLarge { requested });
         }
         if requested == 0 {
-            return Ok(self.allocation(cell, requested, None));
+            return Ok(Allocation {
+                addr: Addr::NULL,
+                bytes: 0,
+                requested,
+                stream: cell.stream_id,
+                block: None,
+                heap: cell.index,
+                allocator: self.id,
+            });
         }
         let mut op = self.begin();
-        if !self.devices[cell.device.index()].events.is_empty() {
+        if !cell.home.events.is_empty() {
             self.free_what_is_done(cell, &mut op.trace)?;
         }
         let found =
             self.edit(cell, &mut op.trace, |body, ledger| body.serve_cached(requested, ledger));
-        let block = match found {
-            Ok(block) => block,
-            Err(request) => self.climb(cell, &request, &mut op)?,
-        };
-        Ok(self.allocation(cell, requested, Some(block)))
+        match found {
+            Ok(block) => Ok(self.allocation(cell, requested, block)),
+            Err(request) => self.allocate_missed(cell, &request, op),
+        }
     }
 
+    #[cold]
+    #[inline(never)]
+    fn allocate_missed(
+        &self,
+        cell: &HeapCell<B>,
+        request: &Request,
+        mut op: Op<'_, B>,
+    ) -> AllocResult<Allocation, B> {
+        let block = self.climb(cell, request, &mut op)?;
+        Ok(self.allocation(cell, request.requested, block))
+    }
+
+    #[inline]
     pub(super) fn allocation(
         &self,
         cell: &HeapCell<B>,
         requested: u64,
-        block: Option<HandedOut>,
+        block: HandedOut,
     ) -> Allocation {
         Allocation {
-            addr: block.map_or(Addr::NULL, |block| block.addr),
-            bytes: block.map_or(0, |block| block.bytes),
+            addr: block.addr,
+            bytes: block.bytes,
             requested,
-            stream: cell.stream.id(),
-            block: block.map(|block| block.id),
-            heap: block.map_or(cell.index, |block| block.heap),
+            stream: cell.stream_id,
+            block: Some(block.id),
+            heap: block.heap,
             allocator: self.id,
         }
     }
@@ -113,6 +154,7 @@ impl<B: Backend> Shared<B> {
 
 impl<B: Backend> HeapBody<B> {
     /// Serves a request of `requested` bytes from the free index, or describes what is missing.
+    #[inline]
     fn serve_cached(
         &mut self,
         requested: u64,
@@ -126,13 +168,14 @@ impl<B: Backend> HeapBody<B> {
     }
 
     /// Serves a request from the free index.
+    #[inline]
     pub(super) fn serve(
         &mut self,
         request: &Request,
         ledger: &mut Ledger<'_>,
     ) -> Option<HandedOut> {
-        let block = self.heap.take_best_fit(request)?;
-        Some(self.hand_out(block, request, ledger))
+        let block = self.heap.serve(request, ledger)?;
+        Some(self.handed_out(block))
     }
 
     /// Hands out a `Held` block.

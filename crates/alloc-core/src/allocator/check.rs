@@ -377,8 +377,8 @@ fn check_indexes(heap: &Heap) -> Result<(), Violation> {
     })?;
     for (index, block) in heap.blocks.iter() {
         let class = &heap.classes[block.class.index()];
-        let near = heap.segments[block.segment].live_near(block.addr);
-        ensure((near == Some(index)) == (block.state == BlockState::Live), "I4", || {
+        let found = heap.segments[block.segment].live_at(block.addr) == Some(index);
+        ensure(found || block.state != BlockState::Live, "I4", || {
             format!("the index of live blocks is wrong about {}", block.addr)
         })?;
         match block.state {
@@ -420,13 +420,10 @@ fn add_up(heap: &Heap, sums: &mut StatTable) {
             sums.increase(Gauge::ReservedBytes, block.class, block.bytes);
         }
         if block.is_active() {
-            sums.increase(Gauge::Active, block.class, 1);
-            sums.increase(Gauge::ActiveBytes, block.class, block.bytes);
-            sums.increase(Gauge::RequestedBytes, block.class, block.requested);
+            sums.hand_out(block.class, block.bytes, block.requested);
         }
-        if block.state == BlockState::Live {
-            sums.increase(Gauge::Allocation, block.class, 1);
-            sums.increase(Gauge::AllocatedBytes, block.class, block.bytes);
+        if matches!(block.state, BlockState::Draining { .. }) {
+            sums.let_go(block.class, block.bytes);
         }
         if block.state == BlockState::Free && block.is_split() && !expandable {
             sums.increase(Gauge::InactiveSplit, block.class, 1);

@@ -9,6 +9,7 @@ use crate::events::Pending;
 use crate::trace::TraceBuffer;
 use crate::units::Addr;
 use smallvec::SmallVec;
+use std::sync::atomic::Ordering;
 
 impl<B: Backend> Shared<B> {
     pub(super) fn free(&self, allocation: &Allocation) -> AllocResult<(), B> {
@@ -19,6 +20,7 @@ impl<B: Backend> Shared<B> {
     }
 
     /// [`free`](Self::free) of a block of a heap that is at hand.
+    #[inline]
     pub(super) fn free_here(
         &self,
         cell: &HeapCell<B>,
@@ -49,23 +51,30 @@ impl<B: Backend> Shared<B> {
         Ok(Some((cell, id)))
     }
 
+    #[inline]
     fn free_block(&self, cell: &HeapCell<B>, id: BlockId, addr: Addr) -> AllocResult<(), B> {
-        let mut op = self.begin();
-        let used = self.edit(cell, &mut op.trace, |body, ledger| {
-            // By address, another thread may have freed the block since it was looked up.
-            let block = body.live(id, addr).ok_or(AllocError::UnknownAddress { addr })?;
-            let used = body.heap.blocks[block].used;
-            if !used {
-                body.heap.request_free(block, 0, ledger);
-                body.heap.finish_free(block, ledger);
-            }
-            Ok(used)
-        })?;
-        if used { self.free_used(cell, id, addr, &mut op.trace) } else { Ok(()) }
+        if self.tracing.load(Ordering::Relaxed) {
+            return self.free_in_full(cell, id, addr);
+        }
+        if cell.free_unused(None, id, addr) {
+            return Ok(());
+        }
+        self.free_in_full(cell, id, addr)
     }
 
-    /// Frees a block that other streams used or other processes share. It stays live until all events
-    /// are recorded, and drains until they are reached and the shares have ended.
+    #[cold]
+    #[inline(never)]
+    fn free_in_full(&self, cell: &HeapCell<B>, id: BlockId, addr: Addr) -> AllocResult<(), B> {
+        let mut op = self.begin();
+        if cell.free_unused(Some(&mut op.trace), id, addr) {
+            return Ok(());
+        }
+        self.free_used(cell, id, addr, &mut op.trace)
+    }
+
+    /// Frees a block that other streams used or other processes share, or says that it is none. It
+    /// stays live until all events are recorded, and drains until they are reached and the shares have
+    /// ended.
     fn free_used(
         &self,
         cell: &HeapCell<B>,
@@ -73,7 +82,7 @@ impl<B: Backend> Shared<B> {
         addr: Addr,
         trace: &mut TraceBuffer,
     ) -> AllocResult<(), B> {
-        let queue = &self.devices[cell.device.index()].events;
+        let queue = &cell.home.events;
         loop {
             let uses = cell.state.lock().body.uses_of(id, addr);
             let uses = uses.ok_or(AllocError::UnknownAddress { addr })?;
@@ -87,15 +96,16 @@ impl<B: Backend> Shared<B> {
                 let block = body.forget_uses(id);
                 let pending =
                     events.len() as u32 + u32::from(deferred.is_some()) + body.shares_of(block);
+                if pending == 0 {
+                    body.heap.free(block, ledger);
+                    return true;
+                }
                 body.heap.request_free(block, pending, ledger);
                 for (stream, event) in events {
                     queue.push(&stream, Pending::new(event, cell.index, id));
                 }
                 if let Some(deferred) = deferred {
                     queue.defer(deferred.of(cell.index, id));
-                }
-                if pending == 0 {
-                    body.heap.finish_free(block, ledger);
                 }
                 true
             });
@@ -144,6 +154,21 @@ impl<B: Backend> Shared<B> {
     }
 }
 
+impl<B: Backend> HeapCell<B> {
+    /// Frees a block, if it is live and no other stream used it.
+    #[inline]
+    fn free_unused(&self, trace: Option<&mut TraceBuffer>, id: BlockId, addr: Addr) -> bool {
+        self.edit(trace, |body, ledger| {
+            // By address, another thread may have freed the block since it was looked up.
+            let block = body.live(id, addr).filter(|block| !body.heap.blocks[*block].used);
+            if let Some(block) = block {
+                body.heap.free(block, ledger);
+            }
+            block.is_some()
+        })
+    }
+}
+
 impl<B: Backend> HeapBody<B> {
     /// The uses of a block on other streams; `None` if it is not live.
     fn uses_of(&self, id: BlockId, addr: Addr) -> Option<SmallVec<[Use<B::Stream>; 2]>> {
@@ -160,6 +185,7 @@ impl<B: Backend> HeapBody<B> {
     }
 
     /// The block that an id names, if it is live and starts at `addr`.
+    #[inline]
     pub(super) fn live(&self, id: BlockId, addr: Addr) -> Option<BlockIdx> {
         let index = self.heap.blocks.resolve(id)?;
         let block = &self.heap.blocks[index];

@@ -28,7 +28,7 @@ pub use share::{Export, ShareHold};
 pub use snapshot::{BlockSnapshot, BlockStatus, SegmentSnapshot, Snapshot};
 
 use crate::backend::{Backend, CaptureId, DeviceMemory, MemoryInfo, Stream, VirtualMemory};
-use crate::block::{BlockId, BlockIdx};
+use crate::block::{BlockId, BlockIdx, BlockState};
 use crate::config::{Config, Policy, Rules, Settings};
 use crate::directory::Directory;
 use crate::error::{AllocError, BackendOp, FreeError, OomReport};
@@ -48,6 +48,7 @@ use smallvec::SmallVec;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::time::Duration;
 
 /// A block handed out by a [`CachingAllocator`]. Give it back with [`CachingAllocator::free`];
 /// dropping it keeps the memory allocated until the allocator goes.
@@ -93,9 +94,11 @@ pub(crate) struct HeapCell<B: Backend> {
     /// Position in the allocator's table.
     index: u32,
     device: DeviceId,
+    home: Arc<Device<B>>,
     /// Whether it belongs to a private pool. When that ends, the heap waits for another one.
     private: bool,
     stream: B::Stream,
+    stream_id: StreamId,
     state: Lock<HeapState<B>>,
     /// An event on the stream, and the heap's clock when it was recorded: once it is reached, what
     /// was freed before is nobody's any more.
@@ -145,6 +148,8 @@ struct Device<B: Backend> {
     reserved_peak: AtomicU64,
     /// Most bytes that were in use when memory was wanted; policy `ours` grows along it.
     needed_peak: AtomicU64,
+    /// Whether there is time to move memory.
+    pace: paging::Pace,
     /// Handles that changed their home.
     moved: AtomicU64,
     counters: Mutex<Counters>,
@@ -162,8 +167,18 @@ struct Device<B: Backend> {
 }
 
 impl<B: Backend> HeapCell<B> {
-    fn stream_id(&self) -> StreamId {
-        self.stream.id()
+    /// See [`Shared::edit`].
+    #[inline]
+    fn edit<R>(
+        &self,
+        trace: Option<&mut TraceBuffer>,
+        change: impl FnOnce(&mut HeapBody<B>, &mut Ledger<'_>) -> R,
+    ) -> R {
+        let mut state = self.state.lock();
+        let HeapState { body, stats } = &mut *state;
+        let mut exact = self.home.exact.as_ref().map(Lock::lock);
+        let stats = exact.as_deref_mut().unwrap_or(stats);
+        change(body, &mut Ledger { stats, trace })
     }
 
     fn pool(&self) -> Arc<Pool> {
@@ -198,7 +213,7 @@ impl<B: Backend> Heaps<B> {
 
     /// Takes the heaps from a pool that has ended.
     fn vacate(&mut self, pool: PoolId) {
-        let streams: Vec<_> = self.of_pool(pool).map(|cell| cell.stream_id()).collect();
+        let streams: Vec<_> = self.of_pool(pool).map(|cell| cell.stream_id).collect();
         for stream in streams {
             if let Some(cell) = self.by_owner.remove(&(pool, stream)) {
                 cell.state.lock().body.source = None;
@@ -252,6 +267,7 @@ impl Drop for PagingTurn<'_> {
 }
 
 type Callback = Arc<dyn Fn(DeviceId) -> bool + Send + Sync>;
+type Clock = Arc<dyn Fn() -> Duration + Send + Sync>;
 type Observer = Arc<dyn Fn(&OomReport) + Send + Sync>;
 
 /// What backs expandable segments.
@@ -281,12 +297,14 @@ struct Shared<B: Backend> {
     /// As of construction; what the statistic `max_split_size` shows.
     max_split_at_start: Option<u64>,
     settings: Mutex<Settings>,
-    devices: Vec<Device<B>>,
+    devices: Vec<Arc<Device<B>>>,
     heaps: AppendTable<Arc<HeapCell<B>>>,
     directory: Directory,
     paging: Option<Paging<B>>,
     /// Asks the backend for its memory figures; not every backend that this type serves has them.
     memory: fn(&B, DeviceId) -> Option<DeviceMemory>,
+    /// Looked at by growth only.
+    clock: RwLock<Option<Clock>>,
     tracing: AtomicBool,
     sink: RwLock<Option<Arc<dyn TraceSink>>>,
     captures: Captures<B>,
@@ -363,7 +381,7 @@ impl<B: Backend + MemoryInfo> CachingAllocator<B> {
             let memory = backend
                 .memory(DeviceId::new(index))
                 .map_err(|source| AllocError::Backend { op: BackendOp::Memory, source })?;
-            devices.push(Device::new(memory.total, &config));
+            devices.push(Arc::new(Device::new(memory.total, &config)));
         }
         Ok(CachingAllocator {
             shared: Arc::new(Shared {
@@ -377,6 +395,7 @@ impl<B: Backend + MemoryInfo> CachingAllocator<B> {
                 directory: Directory::new(),
                 paging,
                 memory: |backend, device| backend.memory(device).ok(),
+                clock: RwLock::new(None),
                 tracing: AtomicBool::new(false),
                 sink: RwLock::new(None),
                 captures: Captures::new(),
@@ -413,6 +432,7 @@ impl<B: Backend> Device<B> {
             reserved: AtomicU64::new(0),
             reserved_peak: AtomicU64::new(0),
             needed_peak: AtomicU64::new(0),
+            pace: paging::Pace::default(),
             moved: AtomicU64::new(0),
             counters: Mutex::new(Counters::default()),
             exact,
@@ -637,6 +657,23 @@ impl<B: Backend> CachingAllocator<B> {
         *current = sink;
     }
 
+    /// Gives growth of policy `ours` a clock: time since any moment, never running backwards. With one,
+    /// moving memory takes at most about the share `ours_stall_share` of the time that passes; beyond,
+    /// new memory is taken instead, up to `ours_hurry_max` more than is needed. Without one, as after
+    /// construction, memory is moved however long it takes, so that the same calls give the same
+    /// result. Called on misses only, with no heap lock held.
+    ///
+    /// ```
+    /// # use alloc_core::{CachingAllocator, backend::Backend};
+    /// # fn example<B: Backend>(allocator: &CachingAllocator<B>) {
+    /// let begin = std::time::Instant::now();
+    /// allocator.set_clock(move || begin.elapsed());
+    /// # }
+    /// ```
+    pub fn set_clock(&self, clock: impl Fn() -> Duration + Send + Sync + 'static) {
+        *self.shared.clock.write() = Some(Arc::new(clock));
+    }
+
     /// Registers a callback that is asked to free memory when a request finds no cached block;
     /// callbacks run in order of their names. It returns whether the search should be repeated. It
     /// may call the allocator; callbacks do not run again inside a callback. Replaces one of the
@@ -713,6 +750,7 @@ impl<B: Backend> StreamHandle<B> {
     ///
     /// # Errors
     /// As there.
+    #[inline]
     pub fn allocate(&self, bytes: u64) -> AllocResult<Allocation, B> {
         self.shared.allocate(&self.cell, bytes)
     }
@@ -721,6 +759,7 @@ impl<B: Backend> StreamHandle<B> {
     ///
     /// # Errors
     /// As there.
+    #[inline]
     pub fn free(&self, allocation: Allocation) -> Result<(), FreeError<Allocation, B::Error>> {
         let result = match allocation.block {
             // No need to look the heap up.
@@ -766,9 +805,8 @@ impl<B: Backend> Shared<B> {
     }
 
     fn device(&self, device: DeviceId) -> AllocResult<&Device<B>, B> {
-        self.devices
-            .get(device.index())
-            .ok_or(AllocError::NoSuchDevice { device, count: self.devices.len() as u16 })
+        let found = self.devices.get(device.index()).map(|device| &**device);
+        found.ok_or(AllocError::NoSuchDevice { device, count: self.devices.len() as u16 })
     }
 
     /// The default-pool heap of a stream, made on first use.
@@ -814,12 +852,15 @@ impl<B: Backend> Shared<B> {
         source: OwnSource<B>,
     ) -> HeapCell<B> {
         let device = stream.device();
+        let home = Arc::clone(&self.devices[device.index()]);
         let rules = self.rules_for(device, &source, &self.settings.lock());
         HeapCell {
             index,
             device,
             private: pool.id() != PoolId::DEFAULT,
             stream: stream.clone(),
+            stream_id: stream.id(),
+            home,
             mark: Mutex::new(None),
             view_mark: Mutex::new(None),
             state: Lock::new(HeapState {
@@ -879,12 +920,7 @@ impl<B: Backend> Shared<B> {
         trace: &mut TraceBuffer,
         change: impl FnOnce(&mut HeapBody<B>, &mut Ledger<'_>) -> R,
     ) -> R {
-        let mut state = cell.state.lock();
-        let HeapState { body, stats } = &mut *state;
-        match &self.devices[cell.device.index()].exact {
-            Some(exact) => change(body, &mut Ledger { stats: &mut exact.lock(), trace }),
-            None => change(body, &mut Ledger { stats, trace }),
-        }
+        cell.edit(Some(trace), change)
     }
 
     fn stat_table(&self, device: DeviceId) -> StatTable {
@@ -913,9 +949,11 @@ impl<B: Backend> Shared<B> {
         if addr < segment.base || addr - segment.base >= segment.bytes {
             return None;
         }
-        let block = segment.live_near(addr)?;
+        let index = segment.live_at(addr)?;
         let blocks = &state.body.heap.blocks;
-        (blocks[block].addr == addr).then(|| (cell, blocks.id(block)))
+        let block = &blocks[index];
+        let live = block.state == BlockState::Live && block.addr == addr;
+        live.then(|| (cell, blocks.id(index)))
     }
 
     fn locate(&self, addr: Addr) -> Option<Located> {

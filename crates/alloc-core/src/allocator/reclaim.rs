@@ -1,7 +1,7 @@
 //! Giving cached memory back to the backend. Runs under the growth lock of the device.
 
 use super::pools::{OwnSource, Token};
-use super::{AllocResult, HeapCell, Paging, Shared};
+use super::{AllocResult, HeapCell, Heaps, Paging, Shared};
 use crate::backend::{Backend, Refused, Stream};
 use crate::block::{Block, BlockId, BlockIdx, BlockState};
 use crate::config::Policy;
@@ -109,6 +109,7 @@ impl<B: Backend> Shared<B> {
             && let Some(_paging) = self.devices[device.index()].begin_paging()
         {
             paging.pager().tidy(device);
+            self.devices[device.index()].pace.forget_extra();
             if let Paging::Handles(store) = paging {
                 self.reunite_all(&**store, device, source, trace);
             }
@@ -437,11 +438,21 @@ impl<B: Backend> Drop for Shared<B> {
     /// Best effort and quiet: a backend that is gone has taken everything with it. Memory under work
     /// that cannot be waited for is left with the backend, not taken from under it.
     fn drop(&mut self) {
-        if !self.wait_for_all_work() {
+        if self.wait_for_all_work() {
+            self.release_tokens();
+        } else {
             std::mem::forget(self.paging.take());
-            self.devices.iter_mut().for_each(|device| device.pools.forget());
-            return;
+            self.devices.iter().for_each(|device| device.pools.forget());
         }
+        // A device and its heaps hold each other.
+        for device in &self.devices {
+            *device.heaps.write() = Heaps::new();
+        }
+    }
+}
+
+impl<B: Backend> Shared<B> {
+    fn release_tokens(&self) {
         for cell in self.heaps.iter() {
             let tokens = std::mem::take(&mut cell.state.lock().body.tokens);
             let mut tokens: Vec<_> = tokens.into_values().collect();
@@ -451,9 +462,7 @@ impl<B: Backend> Drop for Shared<B> {
             }
         }
     }
-}
 
-impl<B: Backend> Shared<B> {
     /// Waits for all work that may use any block: what is pending, what runs on the streams of
     /// the heaps, what was recorded for blocks that are still live. Returns whether none is left.
     fn wait_for_all_work(&self) -> bool {

@@ -135,7 +135,7 @@ fn segments_of<B: Backend>(cell: &HeapCell<B>) -> Vec<SegmentSnapshot> {
                 continue;
             };
             if !open {
-                ranges.push(range_snapshot(segment, block, cell.stream_id(), heap.pool.id));
+                ranges.push(range_snapshot(segment, block, cell.stream_id, heap.pool.id));
                 open = true;
             }
             if let Some(range) = ranges.last_mut() {

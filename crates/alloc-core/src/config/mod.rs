@@ -5,8 +5,8 @@ mod parse;
 pub use parse::ConfError;
 
 use crate::size_class::{
-    LARGE_SEGMENT_BYTES, OURS_SMALL_BYTES_MAX, RoundupDivisions, SMALL_BYTES_MAX, round_request,
-    segment_bytes,
+    BLOCK_BYTES_MIN, LARGE_SEGMENT_BYTES, OURS_SMALL_BYTES_MAX, RoundupDivisions, SMALL_BYTES_MAX,
+    round_request, segment_bytes,
 };
 use std::collections::BTreeMap;
 
@@ -158,6 +158,12 @@ pub struct OursSettings {
     /// `ours_views_max`: places where one handle may be mapped at once; above, old ones are unmapped
     /// when they are known to be unused, and no part of the handle moves.
     pub views_max: u32,
+    /// `ours_stall_share`, from 0 to 1 without 1: the share of time that moving memory may take, where
+    /// the allocator has a clock.
+    pub stall_share: f64,
+    /// `ours_hurry_max`, from 0 to 1 without 1: where that does not suffice, up to this fraction more
+    /// is reserved than was ever needed.
+    pub hurry_max: f64,
 }
 
 impl Default for OursSettings {
@@ -171,6 +177,8 @@ impl Default for OursSettings {
             handle_bytes_calm: 64 << 20,
             part_bytes_min: 1 << 20,
             views_max: 8,
+            stall_share: 0.01,
+            hurry_max: 0.5,
         }
     }
 }
@@ -307,6 +315,8 @@ impl Config {
 #[derive(Clone, Debug)]
 pub(crate) struct Rules {
     pub(crate) roundup: RoundupDivisions,
+    /// Whether `roundup` asks for nothing.
+    plain_rounding: bool,
     pub(crate) large_segment_bytes: u64,
     pub(crate) max_split_bytes: Option<u64>,
     pub(crate) max_non_split_rounding_bytes: u64,
@@ -317,6 +327,8 @@ pub(crate) struct Rules {
     pub(crate) counts_searches: bool,
     /// Whether requests may use and grow expandable segments.
     pub(crate) expandable: bool,
+    /// Whether the smallest block that suffices is the one to take, whatever lies behind it.
+    pub(crate) plain_fit: bool,
     /// Largest rounded request of the small class.
     pub(crate) small_bytes_max: u64,
 }
@@ -332,12 +344,14 @@ impl Rules {
         let rounding = settings.max_non_split_rounding_bytes.unwrap_or(large_segment_bytes);
         Rules {
             roundup: settings.roundup.honouring_one(policy == Policy::Ours),
+            plain_rounding: settings.roundup.is_plain(),
             large_segment_bytes,
             max_split_bytes: settings.max_split_bytes,
             max_non_split_rounding_bytes: rounding,
             oversize_covers_expandable: policy == Policy::Pytorch,
             counts_searches: settings.gc_threshold.is_some() && (limited || policy == Policy::Ours),
             expandable,
+            plain_fit: policy == Policy::Ours && expandable,
             small_bytes_max: if expandable && policy == Policy::Ours {
                 OURS_SMALL_BYTES_MAX
             } else {
@@ -346,7 +360,11 @@ impl Rules {
         }
     }
 
+    #[inline]
     pub(crate) fn round(&self, requested: u64) -> u64 {
+        if self.plain_rounding {
+            return requested.next_multiple_of(BLOCK_BYTES_MIN);
+        }
         round_request(requested, &self.roundup)
     }
 

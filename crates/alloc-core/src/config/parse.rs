@@ -175,6 +175,8 @@ fn set_ours(ours: &mut OursSettings, entry: &Entry<'_>) -> Result<(), ConfError>
         "ours_part_min_kb" => ours.part_bytes_min = up_to(entry, 1 << 30)? as u64 * 1024,
         "ours_handle_share" => ours.handle_share = up_to(entry, 1024)?,
         "ours_ahead" => ours.ahead = up_to(entry, 1024)?,
+        "ours_stall_share" => ours.stall_share = fraction(entry)?,
+        "ours_hurry_max" => ours.hurry_max = fraction(entry)?,
         "ours_views_max" => ours.views_max = up_to(entry, 64)?,
         _ => return Err(entry.error("there is no such setting")),
     }

@@ -103,12 +103,12 @@ impl Heap {
         self.trace(ledger, TraceAction::SegmentMap, run.addr, run.bytes);
         let mut joined = hole;
         if let Some(held) = held {
-            self.join(held, hole);
+            self.blocks.join(held, hole, self.clock);
             joined = held;
         }
-        if let Some(next) = self.free_neighbour(self.blocks[joined].next) {
+        if let Some(next) = self.blocks.free_neighbour(self.blocks[joined].next) {
             self.remove_free(next);
-            self.join(joined, next);
+            self.blocks.join(joined, next, self.clock);
         }
         joined
     }
@@ -163,14 +163,14 @@ impl Heap {
         self.blocks[id].state = BlockState::Unmapped;
         let mut joined = id;
         if let Some(prev) = self.hole_neighbour(self.blocks[id].prev) {
-            self.join(prev, id);
+            self.blocks.join(prev, id, self.clock);
             joined = prev;
         } else {
             self.classes[class].unmapped.insert(self.blocks[id].addr, id);
         }
         if let Some(next) = self.hole_neighbour(self.blocks[joined].next) {
             self.classes[class].unmapped.remove(&self.blocks[next].addr);
-            self.join(joined, next);
+            self.blocks.join(joined, next, self.clock);
         }
         joined
     }

@@ -4,6 +4,7 @@
 //! its heap and finishes in bounded time. Memory moves between four states: `Unmapped` → `Free` →
 //! `Live` → (`Draining` →) `Free`.
 
+mod cut;
 mod expandable;
 mod moving;
 mod restore;
@@ -52,7 +53,8 @@ impl PoolShared {
 /// Where an operation writes its statistics and trace.
 pub(crate) struct Ledger<'a> {
     pub(crate) stats: &'a mut StatTable,
-    pub(crate) trace: &'a mut TraceBuffer,
+    /// `None` where nobody listens.
+    pub(crate) trace: Option<&'a mut TraceBuffer>,
 }
 
 /// The free blocks and holes of one size class.
@@ -112,25 +114,64 @@ impl Heap {
         }
     }
 
-    /// Best fit for `request`, taken out of the free index and `Held` (spec §2.6).
+    /// Serves `request` with the best fit, if one is cached (spec §2.6).
     #[inline]
-    pub(crate) fn take_best_fit(&mut self, request: &Request) -> Option<BlockIdx> {
+    pub(crate) fn serve(&mut self, request: &Request, ledger: &mut Ledger<'_>) -> Option<BlockIdx> {
         if self.rules.counts_searches {
             self.pool.count_search(request.class);
         }
-        let (key, id) = self.candidate(request)?;
-        if self.refuses_oversize(&self.blocks[id], request) {
+        let (key, free) = self.candidate(request)?;
+        let block = &self.blocks[free];
+        if self.refuses_oversize(block, request) {
             return None;
         }
-        self.classes[request.class.index()].free.remove(key);
-        self.blocks[id].state = BlockState::Held;
-        Some(id)
+        let piece = Piece::of(block, request);
+        if self.should_split(block, request) {
+            piece.note_cut(ledger);
+            self.carve(free, key, request.rounded);
+        } else {
+            piece.note_whole(ledger);
+            self.classes[request.class.index()].free.remove(key);
+        }
+        self.make_live(free, request, ledger);
+        Some(free)
+    }
+
+    /// Makes a `Held` block that is large enough `Live`, giving back what is over (spec §2.14).
+    pub(crate) fn hand_out(&mut self, id: BlockIdx, request: &Request, ledger: &mut Ledger<'_>) {
+        let block = &self.blocks[id];
+        let piece = Piece::of(block, request);
+        if self.should_split(block, request) {
+            piece.note_cut(ledger);
+            let rest = self.split(id, request.rounded);
+            self.insert_free(rest);
+        } else {
+            piece.note_whole(ledger);
+        }
+        self.make_live(id, request, ledger);
+    }
+
+    #[inline]
+    fn make_live(&mut self, id: BlockIdx, request: &Request, ledger: &mut Ledger<'_>) {
+        let block = &mut self.blocks[id];
+        block.state = BlockState::Live;
+        block.requested = request.requested;
+        let (addr, bytes, segment) = (block.addr, block.bytes, block.segment);
+        self.segments[segment].note_live(addr, id);
+        ledger.stats.hand_out(request.class, bytes, request.requested);
+        if self.rules.is_oversize(bytes) {
+            ledger.stats.oversize_allocations.increase(1);
+        }
+        self.trace(ledger, TraceAction::Alloc, addr, request.requested);
     }
 
     #[inline]
     fn candidate(&self, request: &Request) -> Option<(FreeKey, BlockIdx)> {
         let free = &self.classes[request.class.index()].free;
         let mut found = free.best_fit(request.rounded)?;
+        if self.rules.plain_fit {
+            return Some(found);
+        }
         if !request.expandable {
             while self.blocks[found.1].expandable {
                 found = free.after(found.0)?;
@@ -184,76 +225,32 @@ impl Heap {
         splittable && rest > SMALL_BYTES_MAX
     }
 
-    /// Makes a `Held` block that is large enough `Live`, giving back what is over (spec §2.14).
+    /// A free that waits for nothing: the client lets go (spec §3.1) and the block can be used again
+    /// (spec §3.2).
     #[inline]
-    pub(crate) fn hand_out(&mut self, id: BlockIdx, request: &Request, ledger: &mut Ledger<'_>) {
+    pub(crate) fn free(&mut self, id: BlockIdx, ledger: &mut Ledger<'_>) {
         let block = &self.blocks[id];
-        let class = request.class;
-        let was_split = block.is_split();
-        let counts_split = !block.expandable;
-        if self.should_split(block, request) {
-            let rest = self.split(id, request.rounded);
-            let rest_bytes = self.blocks[rest].bytes;
-            self.insert_free(rest);
-            if counts_split && was_split {
-                ledger.stats.decrease(Gauge::InactiveSplitBytes, class, request.rounded);
-            } else if counts_split {
-                ledger.stats.increase(Gauge::InactiveSplitBytes, class, rest_bytes);
-                ledger.stats.increase(Gauge::InactiveSplit, class, 1);
-            }
-        } else if counts_split && was_split {
-            ledger.stats.decrease(Gauge::InactiveSplitBytes, class, block.bytes);
-            ledger.stats.decrease(Gauge::InactiveSplit, class, 1);
-        }
-        let block = &mut self.blocks[id];
-        block.state = BlockState::Live;
-        block.requested = request.requested;
-        let (addr, bytes, segment) = (block.addr, block.bytes, block.segment);
-        self.segments[segment].add_live(addr, id);
-        ledger.stats.increase(Gauge::Allocation, class, 1);
-        ledger.stats.increase(Gauge::AllocatedBytes, class, bytes);
-        ledger.stats.increase(Gauge::Active, class, 1);
-        ledger.stats.increase(Gauge::ActiveBytes, class, bytes);
-        ledger.stats.increase(Gauge::RequestedBytes, class, request.requested);
+        debug_assert_eq!(block.state, BlockState::Live);
+        let (addr, bytes, requested) = (block.addr, block.bytes, block.requested);
+        let class = block.class;
+        ledger.stats.give_back(class, bytes, requested);
+        self.trace(ledger, TraceAction::FreeRequested, addr, requested);
         if self.rules.is_oversize(bytes) {
-            ledger.stats.oversize_allocations.increase(1);
+            ledger.stats.oversize_allocations.decrease(1);
         }
-        self.trace(ledger, TraceAction::Alloc, addr, request.requested);
+        self.trace(ledger, TraceAction::FreeCompleted, addr, requested);
+        self.become_free(id, ledger);
     }
 
-    /// Cuts a block after its first `bytes`; it keeps those. Returns the rest, which is `Held`.
-    #[inline]
-    fn split(&mut self, id: BlockIdx, bytes: u64) -> BlockIdx {
-        let block = &self.blocks[id];
-        let (addr, rest_bytes) = (block.addr + bytes, block.bytes - bytes);
-        let (segment, class, expandable) = (block.segment, block.class, block.expandable);
-        let (after, freed_at) = (block.next, block.freed_at);
-        let mut rest = Block::new(addr, rest_bytes, BlockState::Held, segment, class, expandable);
-        rest.prev = Some(id);
-        rest.next = after;
-        rest.freed_at = freed_at;
-        let rest = self.blocks.insert(rest);
-        if let Some(after) = after {
-            self.blocks[after].prev = Some(rest);
-        }
-        let block = &mut self.blocks[id];
-        block.bytes = bytes;
-        block.next = Some(rest);
-        rest
-    }
-
-    /// The first half of a free: the client lets go (spec §3.1). The block stays active until
-    /// [`finish_free`](Self::finish_free); `pending` events must be reached before that.
-    #[inline]
+    /// The first half of a free that waits for `pending` events: the client lets go. The block stays
+    /// active until they are reached.
     pub(crate) fn request_free(&mut self, id: BlockIdx, pending: u32, ledger: &mut Ledger<'_>) {
         let block = &mut self.blocks[id];
         debug_assert_eq!(block.state, BlockState::Live);
         block.state = BlockState::Draining { pending };
-        let (addr, bytes, requested) = (block.addr, block.bytes, block.requested);
-        let (class, segment) = (block.class, block.segment);
-        self.segments[segment].remove_live(addr);
-        ledger.stats.decrease(Gauge::Allocation, class, 1);
-        ledger.stats.decrease(Gauge::AllocatedBytes, class, bytes);
+        let (addr, bytes, requested, class) =
+            (block.addr, block.bytes, block.requested, block.class);
+        ledger.stats.let_go(class, bytes);
         self.trace(ledger, TraceAction::FreeRequested, addr, requested);
         if self.rules.is_oversize(bytes) {
             ledger.stats.oversize_allocations.decrease(1);
@@ -280,102 +277,27 @@ impl Heap {
         if pending > 1 {
             return false;
         }
-        self.finish_free(id, ledger);
+        let (addr, bytes, requested, class) =
+            (block.addr, block.bytes, block.requested, block.class);
+        self.trace(ledger, TraceAction::FreeCompleted, addr, requested);
+        ledger.stats.drained(class, bytes, requested);
+        self.become_free(id, ledger);
         true
     }
 
-    /// The second half of a free: nothing touches the block any more (spec §3.2).
+    /// Nothing touches the block any more.
     #[inline]
-    pub(crate) fn finish_free(&mut self, id: BlockIdx, ledger: &mut Ledger<'_>) {
-        let block = &self.blocks[id];
-        let (addr, bytes, requested, class) =
-            (block.addr, block.bytes, block.requested, block.class);
-        let counts_split = !block.expandable;
+    fn become_free(&mut self, id: BlockIdx, ledger: &mut Ledger<'_>) {
         self.clock = self.clock.wrapping_add(1);
-        self.blocks[id].freed_at = self.clock;
-        self.trace(ledger, TraceAction::FreeCompleted, addr, requested);
+        let block = &mut self.blocks[id];
+        block.freed_at = self.clock;
+        let (class, counts_split) = (block.class, !block.expandable);
         let (merged, absorbed) = self.merge_and_insert(id);
         if counts_split {
             let block = &self.blocks[merged];
             let now = if block.is_split() { (1, block.bytes) } else { (0, 0) };
             adjust(ledger.stats, Gauge::InactiveSplit, class, absorbed.blocks, now.0);
             adjust(ledger.stats, Gauge::InactiveSplitBytes, class, absorbed.bytes, now.1);
-        }
-        ledger.stats.decrease(Gauge::Active, class, 1);
-        ledger.stats.decrease(Gauge::ActiveBytes, class, bytes);
-        ledger.stats.decrease(Gauge::RequestedBytes, class, requested);
-    }
-
-    /// Merges a block with its free neighbours and puts the result into the free index.
-    #[inline]
-    fn merge_and_insert(&mut self, id: BlockIdx) -> (BlockIdx, Absorbed) {
-        let mut absorbed = Absorbed::default();
-        self.blocks[id].state = BlockState::Held;
-        let mut merged = id;
-        if let Some(prev) = self.free_neighbour(self.blocks[id].prev) {
-            absorbed.count(self.blocks[prev].bytes);
-            self.remove_free(prev);
-            self.join(prev, id);
-            merged = prev;
-        }
-        if let Some(next) = self.free_neighbour(self.blocks[merged].next) {
-            absorbed.count(self.blocks[next].bytes);
-            self.remove_free(next);
-            self.join(merged, next);
-        }
-        self.insert_free(merged);
-        (merged, absorbed)
-    }
-
-    #[inline]
-    fn free_neighbour(&self, neighbour: Option<BlockIdx>) -> Option<BlockIdx> {
-        neighbour.filter(|id| self.blocks[*id].state == BlockState::Free)
-    }
-
-    /// Makes `upper`, the block right above `lower`, a part of it.
-    #[inline]
-    fn join(&mut self, lower: BlockIdx, upper: BlockIdx) {
-        let gone = &self.blocks[upper];
-        let (addr, bytes, next, freed_at) = (gone.addr, gone.bytes, gone.next, gone.freed_at);
-        self.blocks.remove(upper);
-        let block = &mut self.blocks[lower];
-        debug_assert_eq!(block.end(), addr, "I1: neighbours touch");
-        block.bytes += bytes;
-        block.next = next;
-        if self.clock.wrapping_sub(freed_at) < self.clock.wrapping_sub(block.freed_at) {
-            block.freed_at = freed_at;
-        }
-        if let Some(after) = next {
-            self.blocks[after].prev = Some(lower);
-        }
-    }
-
-    /// `Held` → `Free`.
-    #[inline]
-    pub(crate) fn insert_free(&mut self, id: BlockIdx) {
-        let block = &mut self.blocks[id];
-        debug_assert_eq!(block.state, BlockState::Held);
-        block.state = BlockState::Free;
-        block.free_since = self.pool.searches(block.class);
-        self.classes[block.class.index()].free.insert(block.key(), id);
-    }
-
-    /// `Free` → `Held`.
-    #[inline]
-    pub(crate) fn remove_free(&mut self, id: BlockIdx) {
-        let block = &mut self.blocks[id];
-        debug_assert_eq!(block.state, BlockState::Free);
-        block.state = BlockState::Held;
-        self.classes[block.class.index()].free.remove(block.key());
-    }
-
-    /// Puts back a block that was taken out but not used, without renewing its age unless a
-    /// neighbour became free meanwhile.
-    pub(crate) fn restore_free(&mut self, id: BlockIdx) {
-        let since = self.blocks[id].free_since;
-        let (merged, absorbed) = self.merge_and_insert(id);
-        if absorbed.blocks == 0 {
-            self.blocks[merged].free_since = since;
         }
     }
 
@@ -437,28 +359,62 @@ impl Heap {
         addr: Addr,
         bytes: u64,
     ) {
-        ledger.trace.push(|| TraceEntry {
-            action,
-            device: self.device,
-            addr,
-            bytes,
-            stream: self.stream,
-            pool: self.pool.id,
-        });
+        if let Some(trace) = &mut ledger.trace {
+            trace.push(|| TraceEntry {
+                action,
+                device: self.device,
+                addr,
+                bytes,
+                stream: self.stream,
+                pool: self.pool.id,
+            });
+        }
     }
 }
 
-/// Free neighbours that a block swallowed.
-#[derive(Debug, Default)]
-struct Absorbed {
-    blocks: u64,
+/// The free block that a request is served from, as statistics see it.
+struct Piece {
+    class: SizeClass,
     bytes: u64,
+    wanted: u64,
+    was_split: bool,
+    /// Blocks of expandable segments do not count as split.
+    counts: bool,
 }
 
-impl Absorbed {
-    fn count(&mut self, bytes: u64) {
-        self.blocks += 1;
-        self.bytes += bytes;
+impl Piece {
+    #[inline]
+    fn of(block: &Block, request: &Request) -> Self {
+        Piece {
+            class: request.class,
+            bytes: block.bytes,
+            wanted: request.rounded,
+            was_split: block.is_split(),
+            counts: !block.expandable,
+        }
+    }
+
+    /// The request takes the beginning of it.
+    #[inline]
+    fn note_cut(&self, ledger: &mut Ledger<'_>) {
+        let (stats, class) = (&mut *ledger.stats, self.class);
+        match (self.counts, self.was_split) {
+            (false, _) => {}
+            (true, true) => stats.decrease(Gauge::InactiveSplitBytes, class, self.wanted),
+            (true, false) => {
+                stats.increase(Gauge::InactiveSplitBytes, class, self.bytes - self.wanted);
+                stats.increase(Gauge::InactiveSplit, class, 1);
+            }
+        }
+    }
+
+    /// The request takes all of it.
+    #[inline]
+    fn note_whole(&self, ledger: &mut Ledger<'_>) {
+        if self.counts && self.was_split {
+            ledger.stats.decrease(Gauge::InactiveSplitBytes, self.class, self.bytes);
+            ledger.stats.decrease(Gauge::InactiveSplit, self.class, 1);
+        }
     }
 }
 

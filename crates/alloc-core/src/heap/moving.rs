@@ -20,13 +20,13 @@ impl Heap {
     /// The free block that ends where the hole at `at` starts, if there are such.
     pub(crate) fn free_below(&self, class: SizeClass, at: Addr) -> Option<BlockIdx> {
         let hole = self.classes[class.index()].unmapped.get(&at)?;
-        self.free_neighbour(self.blocks[*hole].prev)
+        self.blocks.free_neighbour(self.blocks[*hole].prev)
     }
 
     /// The free blocks right below and right above a hole.
     pub(crate) fn free_around(&self, hole: BlockIdx) -> [Option<BlockIdx>; 2] {
         let hole = &self.blocks[hole];
-        [self.free_neighbour(hole.prev), self.free_neighbour(hole.next)]
+        [self.blocks.free_neighbour(hole.prev), self.blocks.free_neighbour(hole.next)]
     }
 
     /// Makes `run`, inside the free block `id`, a hole: its memory goes elsewhere. Returns the hole with

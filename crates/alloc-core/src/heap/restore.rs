@@ -86,8 +86,7 @@ impl Heap {
     /// Frees a stale block; nothing that names it finds what will be there.
     pub(crate) fn discard(&mut self, stale: BlockIdx, ledger: &mut Ledger<'_>) {
         self.blocks.renew(stale);
-        self.request_free(stale, 0, ledger);
-        self.finish_free(stale, ledger);
+        self.free(stale, ledger);
     }
 
     /// Hands out the blocks of `marks` where they were: there is nothing but free memory now.

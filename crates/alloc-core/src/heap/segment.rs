@@ -43,9 +43,10 @@ pub(crate) struct SegmentInfo {
     /// The block at `base`. Splits keep the low part's place and merges the lower block's, so this
     /// never changes.
     pub(crate) head: BlockIdx,
-    /// The blocks handed out, by where they start. One entry for each place where one can: at every
-    /// quantum in the small class; in the large one, whose blocks are larger than that, in every
-    /// [`OURS_SMALL_BYTES_MAX`] bytes.
+    /// The blocks handed out last, by where they start. One entry for each place where one can: at
+    /// every quantum in the small class; in the large one, whose blocks are larger than that, in every
+    /// [`OURS_SMALL_BYTES_MAX`] bytes. Entries stay when blocks are freed: who reads one looks at the
+    /// block as well.
     live: Vec<Option<BlockIdx>>,
 }
 
@@ -91,20 +92,14 @@ impl SegmentInfo {
 
     /// Remembers that the block at `addr` is handed out.
     #[inline]
-    pub(crate) fn add_live(&mut self, addr: Addr, block: BlockIdx) {
+    pub(crate) fn note_live(&mut self, addr: Addr, block: BlockIdx) {
         let place = self.place(addr);
         self.live[place] = Some(block);
     }
 
-    /// Forgets the block at `addr`.
+    /// Where to look for a block that is handed out at `addr`: if there is one, this is it.
     #[inline]
-    pub(crate) fn remove_live(&mut self, addr: Addr) {
-        let place = self.place(addr);
-        self.live[place] = None;
-    }
-
-    /// The block handed out whose place `addr` falls in; it may start elsewhere in that place.
-    pub(crate) fn live_near(&self, addr: Addr) -> Option<BlockIdx> {
+    pub(crate) fn live_at(&self, addr: Addr) -> Option<BlockIdx> {
         *self.live.get(self.place(addr))?
     }
 }

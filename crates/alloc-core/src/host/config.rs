@@ -69,6 +69,10 @@ pub struct HostConfig {
     /// Policy `ours`: bytes of freed blocks that may share one event of a stream. A larger block gets
     /// its event at once.
     pub batch_bytes_max: u64,
+    /// Policy `ours`: freed bytes that may wait while more is pinned. A request that finds nothing
+    /// free asks about events; open batches are closed for it, each by an event that others could have
+    /// shared, only with this much waiting.
+    pub draining_bytes_max: u64,
     /// Longest single registration; a longer segment is registered in pieces.
     pub piece_bytes_max: u64,
 }
@@ -110,7 +114,8 @@ impl HostConfig {
             growth_bytes_min: 2 * MIB,
             growth_bytes_max: 64 * MIB,
             batch_blocks_max: 32,
-            batch_bytes_max: 16 * MIB,
+            batch_bytes_max: 8 * MIB,
+            draining_bytes_max: 8 * MIB,
             piece_bytes_max: 64 * GIB,
         }
     }

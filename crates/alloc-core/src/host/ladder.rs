@@ -52,23 +52,34 @@ impl<B: HostBackend> Engine<B> {
         Err(HostError::OutOfMemory(Box::new(self.report(ask, climb))))
     }
 
-    /// Policy `ours`, before it grows: blocks whose events are reached by now, what other shards
-    /// have, and everything merged.
+    /// Policy `ours`, before it grows: blocks whose events are reached by now, all of them if many
+    /// wait, then what other shards have, and everything merged.
     fn take_after_gathering(&self, ask: Ask<'_, B>) -> Option<Served> {
         if !self.is_ours() || !self.options.is_cached(ask.bytes) {
             return None;
         }
-        self.look_at_events();
+        self.count_failure(self.process_events(Scan::All).map(drop));
+        if let Some(served) = self.take(ask, Cut::Sparingly) {
+            return Some(served);
+        }
+        if ask.pool.store.draining_bytes() >= self.config.draining_bytes_max {
+            self.look_at_events();
+        }
         self.take_hard(ask, Cut::Sparingly)
     }
 
-    /// Frees what can be freed without waiting. A failure is counted; it leaves the blocks where
-    /// they were, and the request may still be served.
-    pub(crate) fn look_at_events(&self) {
-        let flushed = self.flush_all();
-        if flushed.and(self.process_events(Scan::All)).is_err() {
+    /// A failure to look at events is counted; it leaves the blocks where they were, and the request
+    /// may still be served.
+    fn count_failure(&self, outcome: Result<(), B>) {
+        if outcome.is_err() {
             self.counters.deferred_failures.fetch_add(1, Relaxed);
         }
+    }
+
+    /// Frees what can be freed without waiting.
+    pub(crate) fn look_at_events(&self) {
+        let flushed = self.flush_all();
+        self.count_failure(flushed.and(self.process_events(Scan::All).map(drop)));
         self.streams.forget_unused();
     }
 

@@ -71,6 +71,13 @@ impl<S: PartialEq> Store<S> {
         }
     }
 
+    /// Bytes that were freed and wait for events.
+    pub(crate) fn draining_bytes(&self) -> u64 {
+        let mut bytes = 0;
+        self.each_ledger(|ledger| bytes += ledger.draining_bytes);
+        bytes
+    }
+
     /// Free bytes, and the largest free block.
     pub(crate) fn free_bytes(&self) -> (u64, u64) {
         match self {

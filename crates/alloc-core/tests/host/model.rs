@@ -48,6 +48,7 @@ fn rules() -> impl Strategy<Value = Rules> {
             growth_max: growth * 4 * 65_536,
             batch_blocks,
             batch_bytes: 100_000,
+            draining_max: if bounded { 0 } else { 150_000 },
             cached_max: if bounded { 300_000 } else { u64::MAX },
         },
     )
@@ -61,6 +62,7 @@ fn config(rules: &Rules) -> HostConfig {
         growth_bytes_max: rules.growth_max,
         batch_blocks_max: rules.batch_blocks as u16,
         batch_bytes_max: rules.batch_bytes,
+        draining_bytes_max: rules.draining_max,
         cached_bytes_max: Some(rules.cached_max),
         cached_age_max: None,
         ..HostConfig::ours()

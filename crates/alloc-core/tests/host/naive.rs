@@ -307,6 +307,7 @@ pub(crate) struct Rules {
     pub(crate) growth_max: u64,
     pub(crate) batch_blocks: usize,
     pub(crate) batch_bytes: u64,
+    pub(crate) draining_max: u64,
     pub(crate) cached_max: u64,
 }
 
@@ -336,7 +337,13 @@ impl Slabs {
         let taken = self
             .take(bytes)
             .or_else(|| {
-                self.process(world);
+                self.reach(world, usize::MAX);
+                self.take(bytes)
+            })
+            .or_else(|| {
+                if self.blocks.draining_bytes() >= self.rules.draining_max {
+                    self.process(world);
+                }
                 self.take(bytes)
             })
             .or_else(|| {

@@ -73,15 +73,36 @@ fn large_segments_are_registered_by_threads_in_bounded_pieces() {
 
 #[test]
 fn finished_events_are_used_before_memory_is_pinned() {
+    // One block waits with an event, the other in an open batch that is closed for the purpose.
+    for (bytes, draining_bytes_max) in [(8 * MIB, 8 * MIB), (2 * MIB, 0)] {
+        let rig = Rig::new(machine(), HostConfig { draining_bytes_max, ..config() });
+        let stream = rig.stream();
+        let a = rig.allocate(bytes);
+        rig.use_on(&a, &stream);
+        rig.free(a);
+        rig.backend.pass(&stream);
+        let b = rig.allocate(bytes);
+        assert_eq!(rig.calls(Call::Pin), 1);
+        rig.free(b);
+        rig.finish();
+    }
+}
+
+/// A program that copies one buffer after the other gets by with one event for many of them, and
+/// pins little for it.
+#[test]
+fn few_events_serve_many_copies() {
     let rig = ours();
     let stream = rig.stream();
-    let a = rig.allocate(2 * MIB);
-    rig.use_on(&a, &stream);
-    rig.free(a);
-    rig.backend.pass(&stream);
-    let b = rig.allocate(2 * MIB);
-    assert_eq!(rig.calls(Call::Pin), 1);
-    rig.free(b);
+    for _ in 0..200 {
+        let a = rig.allocate(MIB);
+        rig.use_on(&a, &stream);
+        rig.free(a);
+        rig.backend.pass(&stream);
+    }
+    assert!(rig.calls(Call::Record) <= 200 / 8, "{} events", rig.calls(Call::Record));
+    assert!(rig.calls(Call::Query) <= 2 * 200 / 8, "{} questions", rig.calls(Call::Query));
+    assert!(rig.pinned() <= 24 * MIB, "{} bytes", rig.pinned());
     rig.finish();
 }
 

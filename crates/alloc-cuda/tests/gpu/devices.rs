@@ -44,6 +44,13 @@ fn used_from_the_other(rig: &Rig) -> Outcome {
     if rig.devices() < 2 {
         return Outcome::Skipped(ALONE);
     }
+    // A plain copy between devices reaches mapped pages only where access was given; without peers
+    // it has to be the driver's copy between contexts.
+    match rig.backend.enable_peer_access(FIRST, SECOND) {
+        Ok(()) => {}
+        Err(CudaError::NoPeerAccess { .. }) => return Outcome::Skipped("the devices are no peers"),
+        Err(error) => panic!("{error}"),
+    }
     let allocator = rig.allocator(Config::ours());
     let own = rig.backend.create_stream(SECOND).expect("stream");
     let other = rig.backend.create_stream(FIRST).expect("stream");

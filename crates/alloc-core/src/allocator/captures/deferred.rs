@@ -112,10 +112,10 @@ impl<B: Backend> Shared<B> {
         if !events.has_provable(cell.index, capture) {
             return Ok(());
         }
-        let mut past = self.captures.take_past(capture, cell.stream_id());
+        let mut past = self.captures.take_past(capture, cell.stream_id);
         let walked = (power.extend_past)(&self.backend, &cell.stream, &mut past);
         let proven = events.take_proven(cell.index, capture, &past);
-        self.captures.put_past(capture, cell.stream_id(), past);
+        self.captures.put_past(capture, cell.stream_id, past);
         for block in proven {
             self.free_deferred(&block, SmallVec::new(), trace);
         }

@@ -10,6 +10,7 @@
 mod compose;
 mod heal;
 mod moves;
+mod pace;
 mod stock;
 mod window;
 
@@ -20,7 +21,7 @@ use super::{AllocResult, Device, HeapCell, Shared};
 use crate::backend::{Backend, BackendError, Completion, ErrorKind, SEGMENT_ALIGN};
 use crate::config::OursSettings;
 use crate::error::{AddressSpaceLack, AllocError};
-use crate::handles::HandleStore;
+use crate::handles::{HandleStore, Part};
 use crate::heap::Request;
 use crate::pager::{BadRange, PagerError};
 use crate::size_class::{BLOCK_BYTES_MIN, SizeClass};
@@ -29,7 +30,10 @@ use crate::trace::TraceBuffer;
 use compose::{Plan, Site, Task, cut};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 use stock::{BLOCK_OF_PAGES, Stock};
+
+pub(super) use pace::Pace;
 
 type Store<B> = dyn HandleStore<<B as Backend>::Error>;
 
@@ -39,6 +43,9 @@ enum Setback {
     /// Another thread took memory that the plan counted on.
     Interrupted,
 }
+
+/// What is granted at once where there is no time to move memory, as a part of the peak.
+const STEPS_OF_HURRY: u64 = 32;
 
 /// Plans that other threads may spoil before growth gives up on moving and takes new memory.
 const ATTEMPTS: usize = 4;
@@ -50,6 +57,8 @@ struct Terms {
     unit: u64,
     /// What may be reserved before memory is moved.
     line: u64,
+    /// Most bytes that were ever needed.
+    peak: u64,
     /// The largest new handle.
     handle_bytes_max: u64,
     /// Whether other streams may be waited for.
@@ -133,10 +142,12 @@ impl<B: Backend> Shared<B> {
         let margin = ((peak as f64 * knobs.margin) as u64).max(knobs.margin_bytes_min);
         let calm = cell.state.lock().body.heap.note_growth(request.class);
         let pinned = cell.pool().is_pinned();
+        let line = peak.saturating_add(margin).saturating_add(device.pace.extra());
         Terms {
             knobs,
             unit,
-            line: if pinned { u64::MAX } else { peak.saturating_add(margin) },
+            line: if pinned { u64::MAX } else { line },
+            peak,
             handle_bytes_max: handle_bytes_max(&knobs, request, unit, calm),
             waiting,
             desperate: false,
@@ -180,17 +191,71 @@ impl<B: Backend> Shared<B> {
             let ahead = if terms.pinned { need } else { ahead };
             let create = (ahead / terms.unit * terms.unit).max(need);
             let create = self.within_limit(device, create, need);
-            let plan = Plan {
-                site: behind,
-                parts: cut(create, terms.handle_bytes_max),
-                pieces: Vec::new(),
-            };
-            let nothing = self.own_stock(store, cell, [u64::MAX; 2]);
-            return self.extend(store, cell, request, &plan, &nothing, trace);
+            let parts = cut(create, terms.handle_bytes_max);
+            return self.create(store, cell, request, behind, parts, trace);
         }
         if terms.pinned {
             return Ok(Err(Setback::Shortage(Shortage::Memory)));
         }
+        let now = self.now();
+        if let Some(now) = now
+            && let Some(create) = self.hurried(device, terms, now, need)
+        {
+            let create = self.within_limit(device, create.min(behind.bytes), need);
+            let parts = cut(create, terms.handle_bytes_max.max(terms.knobs.handle_bytes_calm));
+            return self.create(store, cell, request, behind, parts, trace);
+        }
+        let result = self.move_memory(store, cell, request, terms, (headroom, room), trace);
+        if let (Some(begin), Some(end)) = (now, self.now()) {
+            device.pace.spend(end.saturating_sub(begin));
+        }
+        result
+    }
+
+    /// What to create where memory would be moved but there is no time for it: at least `need`. `None`
+    /// if there is time, or if nothing else is left than moving.
+    fn hurried(&self, device: &Device<B>, terms: &Terms, now: Duration, need: u64) -> Option<u64> {
+        let step = (terms.peak / STEPS_OF_HURRY).max(terms.knobs.margin_bytes_min).max(need);
+        let step = step.next_multiple_of(terms.unit);
+        let most = (terms.peak as f64 * terms.knobs.hurry_max) as u64;
+        let share = terms.knobs.stall_share;
+        let hurried = !terms.desperate && !device.pace.has_time(now, share, step, most);
+        hurried.then_some(step)
+    }
+
+    /// Time since the clock's beginning, if there is a clock.
+    fn now(&self) -> Option<Duration> {
+        let clock = self.clock.read().clone();
+        clock.map(|clock| clock())
+    }
+
+    /// Serves the request from a range that continues `site` with new handles.
+    fn create(
+        &self,
+        store: &Store<B>,
+        cell: &HeapCell<B>,
+        request: &Request,
+        site: Site,
+        parts: Vec<Part>,
+        trace: &mut TraceBuffer,
+    ) -> AllocResult<Result<HandedOut, Setback>, B> {
+        let plan = Plan { site, parts, pieces: Vec::new() };
+        let nothing = self.own_stock(store, cell, [u64::MAX; 2]);
+        self.extend(store, cell, request, &plan, &nothing, trace)
+    }
+
+    /// Serves the request from memory that is free elsewhere, and from new memory as far as that does
+    /// not suffice. `headroom` is what may be created first, `room` the address space that it takes.
+    fn move_memory(
+        &self,
+        store: &Store<B>,
+        cell: &HeapCell<B>,
+        request: &Request,
+        terms: &Terms,
+        (headroom, room): (u64, u64),
+        trace: &mut TraceBuffer,
+    ) -> AllocResult<Result<HandedOut, Setback>, B> {
+        let device = &self.devices[cell.device.index()];
         // From here to the driver calls of `extend` nobody else can change what handles there are: the
         // backend is not called, and so cannot call back.
         let quiet = self.quiet_heaps(cell, terms.waiting)?;
@@ -234,7 +299,7 @@ impl<B: Backend> Shared<B> {
             };
             task.compose(&behind, &apart)
         };
-        if device.limit().is_some_and(|limit| reserved + plan.created() > limit) {
+        if device.limit().is_some_and(|limit| device.reserved() + plan.created() > limit) {
             return Ok(Err(Setback::Shortage(Shortage::Memory)));
         }
         self.extend(store, cell, request, &plan, &supply, trace)

@@ -20,7 +20,7 @@ pub(in crate::allocator) fn check_pools<B: Backend>(device: &Device<B>) -> Resul
         let right = known.is_some_and(|known| Arc::ptr_eq(known, &owner));
         let id = owner.id();
         ensure(right && cell.private == (id != PoolId::DEFAULT), "I13", || {
-            format!("a heap on {} belongs to pool {id:?}, which does not exist", cell.stream_id())
+            format!("a heap on {} belongs to pool {id:?}, which does not exist", cell.stream_id)
         })?;
     }
     for Registered { pool, .. } in private.values() {
@@ -30,7 +30,7 @@ pub(in crate::allocator) fn check_pools<B: Backend>(device: &Device<B>) -> Resul
     }
     for cell in device.heaps.read().vacant.values().flatten() {
         ensure(is_empty(cell), "I13", || {
-            format!("a heap without a pool on {} holds memory", cell.stream_id())
+            format!("a heap without a pool on {} holds memory", cell.stream_id)
         })?;
     }
     for pool in device.pools.scopes.pools() {

@@ -132,7 +132,7 @@ impl<B: Backend> PoolRef<B> {
             let handed_out = done.ok_or_else(|| self.flaw(CheckpointFlaw::Interrupted))?;
             let revived = handed_out
                 .into_iter()
-                .map(|(requested, block)| shared.allocation(cell, requested, Some(block)));
+                .map(|(requested, block)| shared.allocation(cell, requested, block));
             restored.revived.extend(revived);
         }
         Ok(restored)

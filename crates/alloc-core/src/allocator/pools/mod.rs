@@ -203,8 +203,8 @@ impl<B: Backend> Pools<B> {
     }
 
     /// Leaves the sources alone from now on, whatever they are mapped under.
-    pub(super) fn forget(&mut self) {
-        std::mem::forget(std::mem::take(self.private.get_mut()));
+    pub(super) fn forget(&self) {
+        std::mem::forget(std::mem::take(&mut *self.private.write()));
     }
 
     /// The private pools, in the order in which a flush visits them.
