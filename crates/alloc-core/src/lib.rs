@@ -22,6 +22,7 @@ mod sync;
 mod table;
 pub mod trace;
 mod units;
+pub mod watch;
 
 pub use allocator::{
     Allocation, BlockSnapshot, BlockStatus, CachingAllocator, CaptureError, Checkpoint, Export,

@@ -42,10 +42,16 @@ pub(crate) struct BadRange {
     pub(crate) why: &'static str,
 }
 
+/// A number that no page of any store had before.
+pub(crate) fn next_serial() -> u64 {
+    static NEXT: AtomicU64 = AtomicU64::new(0);
+    NEXT.fetch_add(1, Ordering::Relaxed)
+}
+
 /// A page as it is mapped.
 pub(crate) struct MappedPage<'a> {
     pub(crate) at: Addr,
-    /// Names the page for ever: numbers are not used again.
+    /// Names the page for ever, among those of all stores of the process.
     pub(crate) serial: u64,
     /// The backend's page.
     pub(crate) page: &'a dyn Any,
@@ -114,18 +120,11 @@ pub(crate) struct PageStore<B: VirtualMemory> {
     reserved: Mutex<BTreeMap<Addr, Reserved<B>>>,
     /// Pages that the backend refused to take back; offered again on the next occasion.
     strays: Mutex<Vec<B::Page>>,
-    /// Pages mapped so far.
-    mapped: AtomicU64,
 }
 
 impl<B: VirtualMemory> PageStore<B> {
     pub(crate) const fn new(backend: Arc<B>) -> Self {
-        PageStore {
-            backend,
-            reserved: Mutex::new(BTreeMap::new()),
-            strays: Mutex::new(Vec::new()),
-            mapped: AtomicU64::new(0),
-        }
+        PageStore { backend, reserved: Mutex::new(BTreeMap::new()), strays: Mutex::new(Vec::new()) }
     }
 
     /// Takes a reservation out of the table, so that no lock is held while the backend works.
@@ -164,8 +163,7 @@ impl<B: VirtualMemory> PageStore<B> {
             self.undo_map(reserved, mapped);
             return Err(PagerError { op: BackendOp::SetAccess, source });
         }
-        let serial = || self.mapped.fetch_add(1, Ordering::Relaxed);
-        let numbered = |(at, page)| (at, Numbered { serial: serial(), page });
+        let numbered = |(at, page)| (at, Numbered { serial: next_serial(), page });
         reserved.pages.extend(mapped.into_iter().map(numbered));
         Ok(())
     }

@@ -181,7 +181,7 @@ impl<B: SharePages> Shared<B> {
                     if found.pieces.is_empty() {
                         found.start = mapped.at;
                     }
-                    let id = MemoryId::page(self.id, mapped.serial);
+                    let id = MemoryId::page(mapped.serial);
                     let bytes = page.bytes();
                     found.pieces.push(SharedPiece { id, bytes, kind: PieceKind::Page });
                     found.tokens.push(token);

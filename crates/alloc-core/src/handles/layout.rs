@@ -1,5 +1,6 @@
 //! Where every handle is mapped, and which of those places each of its bytes belongs to.
 
+use crate::pager::next_serial;
 use crate::units::Addr;
 use smallvec::SmallVec;
 use std::collections::BTreeMap;
@@ -124,8 +125,6 @@ impl Span {
 pub(crate) struct Layout {
     handles: Vec<Option<Handle>>,
     vacant: Vec<HandleId>,
-    /// Handles made so far.
-    made: u64,
     spans: BTreeMap<Addr, Span>,
     /// Counts changes of homes.
     epoch: u64,
@@ -151,8 +150,7 @@ impl Layout {
     /// A new handle without views.
     pub(crate) fn add_handle(&mut self, bytes: u64) -> HandleId {
         self.largest = self.largest.max(bytes);
-        let serial = self.made;
-        self.made += 1;
+        let serial = next_serial();
         let handle = Handle { bytes, serial, views: SmallVec::new(), homes: SmallVec::new() };
         if let Some(id) = self.vacant.pop() {
             self.handles[id.index()] = Some(handle);

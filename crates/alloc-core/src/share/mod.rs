@@ -18,11 +18,14 @@ use std::sync::OnceLock;
 pub struct MemoryId {
     /// Chosen at random by the process.
     pub process: u64,
-    /// The allocator in it, and the heap that the piece belongs to, if it is one's.
+    /// The allocator and the heap of a segment; pages are numbered without regard to them.
     pub owner: u64,
     /// Counts what that owner had.
     pub serial: u64,
 }
+
+/// In place of the owner of a page.
+const PAGES: u64 = u64::MAX;
 
 impl MemoryId {
     /// A segment obtained whole.
@@ -31,9 +34,9 @@ impl MemoryId {
         MemoryId { process: process(), owner, serial }
     }
 
-    /// A page, which belongs to the whole allocator.
-    pub(crate) fn page(allocator: u32, serial: u64) -> Self {
-        MemoryId { process: process(), owner: u64::from(allocator) << 32, serial }
+    /// A page. Their numbers are those of the process.
+    pub(crate) fn page(serial: u64) -> Self {
+        MemoryId { process: process(), owner: PAGES, serial }
     }
 }
 
@@ -112,7 +115,7 @@ mod tests {
 
     fn block(kinds: &[(PieceKind, u64)], offset: u64, bytes: u64) -> SharedBlock {
         let piece = |(serial, &(kind, bytes)): (usize, &(PieceKind, u64))| SharedPiece {
-            id: MemoryId::page(1, serial as u64),
+            id: MemoryId::page(serial as u64),
             bytes,
             kind,
         };
@@ -143,9 +146,8 @@ mod tests {
     #[test]
     fn ids_tell_owners_apart() {
         let ids = [
-            MemoryId::page(0, 0),
-            MemoryId::page(1, 0),
-            MemoryId::page(0, 1),
+            MemoryId::page(0),
+            MemoryId::page(1),
             MemoryId::segment(0, 0, 0),
             MemoryId::segment(0, 1, 0),
             MemoryId::segment(1, 0, 0),

@@ -6,6 +6,7 @@
 //! * `threads`: real threads;
 //! * `pictures`: short scripts as maps of their segments;
 //! * `sharing`, `sharing_faults`: blocks that other simulated processes use;
+//! * `watching`: observers of memory that comes and goes;
 //! * `errors`, `teardown`: misuse, broken backends, and the end.
 #![expect(clippy::unwrap_used, reason = "in a test a panic is the report, helpers included")]
 
@@ -35,3 +36,4 @@ mod sources;
 mod teardown;
 mod threads;
 mod threads_graphs;
+mod watching;

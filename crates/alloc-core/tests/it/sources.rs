@@ -332,3 +332,33 @@ fn a_source_helps_out() {
         rig.free(fill);
     }
 }
+
+/// Pages of a pool's own source are named apart from all others when they are shared; segments of one
+/// cannot be shared at all.
+#[test]
+fn memory_of_sources_is_shared_under_names_of_its_own() {
+    for policy in BOTH {
+        let rig = Rig::new(policy, "expandable_segments:True");
+        let s0 = rig.s(0);
+        let options = PoolOptions::new().pages_from(Arc::new(counted(&rig).0));
+        let pool = rig.create_pool(DEV0, options).unwrap();
+        let own = rig.alloc_in(&pool, 60 * MIB, &s0);
+        let other = rig.alloc(60 * MIB, &s0);
+        let ids = [&own, &other].map(|block| {
+            let pieces = rig.share(block).unwrap().block.pieces;
+            pieces.into_iter().map(|piece| piece.id).collect::<Vec<_>>()
+        });
+        assert!(ids[0].iter().all(|id| !ids[1].contains(id)), "{ids:?}");
+        let (_, whole, _) = held(&rig);
+        let block = rig.alloc_in(&whole, MIB, &s0);
+        let error = rig.share(&block).unwrap_err();
+        assert!(matches!(error, AllocError::InvalidArgument { .. }), "{error}");
+        rig.verify();
+        for block in [own, other, block] {
+            rig.free(block);
+        }
+        drop(pool);
+        drop(whole);
+        rig.empty();
+    }
+}
