@@ -57,7 +57,8 @@ impl<B: Backend> CachingDevice<B> {
         Self::build(allocator, kind, stream, None)
     }
 
-    /// As [`new`](Self::new), with a way to copy.
+    /// As [`new`](Self::new), with a way to copy. Copies are work of that stream; it must come after the
+    /// work of other streams on what is copied.
     pub fn with_copies(
         allocator: CachingAllocator<B>,
         kind: DeviceType,

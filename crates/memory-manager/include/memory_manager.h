@@ -36,7 +36,7 @@ enum {
     MM_INVALID_ARGUMENT = 11, /* a null pointer or a number that means nothing */
     MM_OTHER = 12,            /* anything else; see the text */
     MM_BUG = 13,              /* a bug of the memory manager */
-    MM_CAPTURING = 14         /* a captured stream gets no memory of a pool; allocate before */
+    MM_CAPTURING = 14         /* the stream is being captured; do it before the capture */
 };
 
 typedef int mm_mode;

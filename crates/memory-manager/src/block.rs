@@ -4,7 +4,7 @@ use crate::error::{ManagerError, MemoryKind};
 use crate::platform::{HostMemory, Platform, StreamOf};
 use alloc_api::Device;
 use alloc_api::report::{self, MemoryUsage};
-use alloc_core::backend::{Backend, Stream};
+use alloc_core::backend::{Backend, Capture, CaptureStatus, Stream};
 use alloc_core::host::HostAllocation;
 use alloc_core::ordered::{OrderedAllocator, StreamWait};
 use alloc_core::{Addr, Allocation, CachingAllocator, DeviceId, StreamId};
@@ -159,6 +159,7 @@ impl<P: Platform> Block<P> {
         if self.ordered.lock().contains(&stream.id()) {
             return Ok(());
         }
+        not_capturing(stream, backend)?;
         let event = backend.record(own).map_err(ManagerError::from_backend)?;
         backend.wait_event(stream, &event).map_err(ManagerError::from_backend)?;
         let mut ordered = self.ordered.lock();
@@ -205,6 +206,17 @@ impl<P: Platform> Block<P> {
             None => Device::CPU,
         };
         report::usage(|| MemoryUsage { addr: self.addr, delta, allocated, reserved: 0, device });
+    }
+}
+
+/// Refuses what would break the capture that a stream takes part in.
+pub(crate) fn not_capturing<B: Capture>(
+    stream: &B::Stream,
+    backend: &B,
+) -> Result<(), ManagerError> {
+    match backend.capture_status(stream).map_err(ManagerError::from_backend)? {
+        CaptureStatus::None => Ok(()),
+        _ => Err(ManagerError::Capturing(stream.id())),
     }
 }
 

@@ -72,9 +72,9 @@ pub enum ManagerError {
         /// The device of the memory.
         expected: DeviceId,
     },
-    /// The stream is being captured into a graph, where a stream-ordered pool gives no memory. Allocate
-    /// before the capture.
-    #[error("{0} is being captured; allocate before the capture")]
+    /// The stream is being captured into a graph: memory of a stream-ordered pool cannot be had there,
+    /// no copy queued, and no order made with work outside. Do it before the capture.
+    #[error("{0} is being captured; allocate, copy and record uses before the capture")]
     Capturing(StreamId),
     /// A copy goes past the end of an allocation.
     #[error("cannot copy {bytes} bytes: from {addr} on, the {kind} memory has only {available}")]

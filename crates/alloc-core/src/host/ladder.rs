@@ -62,6 +62,11 @@ impl<B: HostBackend> Engine<B> {
         if let Some(served) = self.take(ask, Cut::Sparingly) {
             return Some(served);
         }
+        if let Store::Slabs(slabs) = &ask.pool.store
+            && !slabs.may_search(ask.node, self.config.growth_bytes_min.max(ask.bytes))
+        {
+            return None;
+        }
         if ask.pool.store.draining_bytes() >= self.config.draining_bytes_max {
             self.look_at_events();
         }

@@ -18,7 +18,7 @@ use super::stats::Ledger;
 use super::store::Served;
 use crate::sync::{ShortGuard, ShortLock};
 use crate::units::Addr;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
 /// Least bytes of a run that a shard borrows.
 const RUN_BYTES_MIN: u64 = 1 << 20;
@@ -57,6 +57,10 @@ struct Node<S> {
     shards: Box<[HeapLock<S>]>,
     /// Threads that are pinning memory for this node right now.
     growing: AtomicU32,
+    /// Bytes that may be pinned before the shards are searched again; see [`SlabStore::may_search`].
+    unsearched: AtomicU64,
+    /// Whether threads ever used more than one shard.
+    spread: AtomicBool,
 }
 
 #[derive(Debug)]
@@ -80,6 +84,8 @@ impl<S: PartialEq> SlabStore<S> {
             central: heap(PIN_ALIGN, Role::Central { free_bytes_max: cached_bytes_max }),
             shards: (0..shards).map(|_| heap(config.granule_bytes, Role::Shard)).collect(),
             growing: AtomicU32::new(0),
+            unsearched: AtomicU64::new(0),
+            spread: AtomicBool::new(false),
         };
         SlabStore {
             nodes: (0..nodes).map(node).collect(),
@@ -176,6 +182,9 @@ impl<S: PartialEq> SlabStore<S> {
     /// A run for a shard: as large as wished, or as there is, but no less than `least`.
     #[cold]
     fn borrow_run(&self, home: u32, wish: u64, least: u64, cut: Cut) -> Option<Run> {
+        if home != shard_home(node_of(home), 0) {
+            self.nodes[node_of(home).index()].spread.store(true, Ordering::Relaxed);
+        }
         let mut central = self.central(node_of(home));
         let least = least.next_multiple_of(PIN_ALIGN);
         let bytes = wish.min(central.largest_free()).max(least);
@@ -189,6 +198,25 @@ impl<S: PartialEq> SlabStore<S> {
         // The run alone is large enough, and the lock was not released since it came.
         heap.take(bytes, requested, Cut::Freely)
             .expect("a run serves the request that it was borrowed for")
+    }
+
+    /// Whether a request that missed should search the shards of other threads before `bytes` more
+    /// are pinned for it.
+    ///
+    /// A search takes the lock of every shard and the free runs of all, so that their threads miss
+    /// soon in turn; with many threads that feeds itself. So after each search 1/32 of the node's
+    /// memory may be pinned without another one.
+    pub(crate) fn may_search(&self, node: NodeId, bytes: u64) -> bool {
+        let Node { unsearched, spread, .. } = &self.nodes[node.index()];
+        if !spread.load(Ordering::Relaxed) {
+            return true;
+        }
+        let spend = |left: u64| left.checked_sub(bytes);
+        if unsearched.fetch_update(Ordering::Relaxed, Ordering::Relaxed, spend).is_ok() {
+            return false;
+        }
+        unsearched.store(self.bytes(node) / 32, Ordering::Relaxed);
+        true
     }
 
     /// A block for a small request from any shard of the node.
@@ -434,5 +462,25 @@ mod shard_hint {
 
     pub(super) fn collided() -> usize {
         1
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shards_are_searched_once_for_a_share_of_the_memory() {
+        const MIB: u64 = 1 << 20;
+        let node = NodeId::new(0);
+        let store = SlabStore::<u32>::new(&HostConfig::ours(), 1, 4);
+        store.restore(node, Span { base: Addr::new(1 << 40), bytes: 128 * MIB });
+        assert!((0..9).all(|_| store.may_search(node, MIB)), "one shard has no other threads");
+        let run = store.borrow_run(shard_home(node, 1), MIB, 4096, Cut::Freely);
+        assert!(run.is_some());
+        assert!(store.may_search(node, MIB));
+        assert!((0..4).all(|_| !store.may_search(node, MIB)), "4 of 128 MiB are free to pin");
+        assert!(store.may_search(node, MIB));
+        assert!(!store.may_search(node, 3 * MIB) && store.may_search(node, 3 * MIB));
     }
 }

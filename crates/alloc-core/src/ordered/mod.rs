@@ -25,6 +25,7 @@
 mod allocator;
 mod backend;
 mod error;
+mod shared;
 
 pub use allocator::{FreeHold, OrderedAllocator, OrderedConfig, PoolChoice};
 pub use backend::{OrderedMemory, PoolOptions, PoolReuse, PoolUsage, StreamOrdered, StreamWait};

@@ -158,6 +158,86 @@ fn the_driver_ends_a_capture_first() {
     is_over(&rig, other, &s);
 }
 
+/// TracksConditionalCaptureTree: bodies of conditional nodes, captured apart, have the memory of the
+/// whole, however deep.
+#[test]
+fn parts_of_a_capture_share_its_memory() {
+    for policy in BOTH {
+        let rig = Rig::new(policy, "");
+        let [s, body, inner, other] = [1, 2, 3, 4].map(|n| rig.s(n));
+        let begin = |stream: &MockStream, pool| {
+            rig.backend.begin_capture(stream, CaptureMode::Global).unwrap();
+            rig.backend.judge().capture_shares(stream, number(pool));
+        };
+        let mut memory = rig.graph_memory();
+        rig.begin(&mut memory, &s);
+        let root = memory.capture().unwrap();
+        let error = memory.begin_part(root, &body).unwrap_err();
+        assert!(matches!(error, CaptureError::NotCapturing { .. }), "{error}");
+        begin(&body, memory.pool());
+        let before = rig.alloc(MIB, &body);
+        assert_eq!(rig.pool_of(&before), alloc_core::PoolId::DEFAULT, "nobody was told");
+        let part = memory.begin_part(root, &body).unwrap();
+        let error = memory.begin_part(root, &body).unwrap_err();
+        assert!(matches!(error, CaptureError::TakenCapture { .. }), "{error}");
+        begin(&inner, memory.pool());
+        let deep = memory.begin_part(part, &inner).unwrap();
+        let blocks = [&s, &body, &inner].map(|stream| rig.alloc(MIB, stream));
+        assert!(blocks.iter().all(|block| rig.pool_of(block) == memory.pool()));
+        blocks.into_iter().for_each(|block| rig.free(block));
+        rig.backend.end_capture(&inner).unwrap();
+        memory.end_part(deep).unwrap();
+        let error = memory.end_part(deep).unwrap_err();
+        assert!(matches!(error, CaptureError::UnknownCapture { .. }), "{error}");
+        begin(&other, memory.pool());
+        let error = memory.begin_part(deep, &other).unwrap_err();
+        assert!(
+            matches!(error, CaptureError::UnknownCapture { .. }),
+            "its parent has ended: {error}"
+        );
+        rig.backend.end_capture(&other).unwrap();
+        rig.backend.end_capture(&body).unwrap();
+        memory.end_part(part).unwrap();
+        let error = memory.end_part(root).unwrap_err();
+        assert!(matches!(error, CaptureError::UnknownCapture { .. }), "that is `end`: {error}");
+        let graph = rig.end(&mut memory, &s);
+        let error = memory.begin_part(root, &body).unwrap_err();
+        assert!(matches!(error, CaptureError::WrongState { .. }), "{error}");
+        rig.free(before);
+        drop(graph);
+        is_over(&rig, memory, &s);
+    }
+}
+
+/// RootEndClearsActiveDescendants: the end of a capture ends its parts. What they used on side streams
+/// is settled then, not before.
+#[test]
+fn the_end_of_a_capture_ends_its_parts() {
+    for policy in BOTH {
+        let rig = Rig::new(policy, "");
+        let [s, body, side] = [1, 2, 3].map(|n| rig.s(n));
+        let mut memory = rig.graph_memory();
+        rig.begin(&mut memory, &s);
+        let root = memory.capture().unwrap();
+        let block = rig.alloc(3 * MIB, &s);
+        rig.backend.begin_capture(&body, CaptureMode::Global).unwrap();
+        rig.backend.judge().capture_shares(&body, number(memory.pool()));
+        let part = memory.begin_part(root, &body).unwrap();
+        rig.backend.order(&body, &side);
+        rig.record(&block, &side);
+        rig.free(block);
+        rig.backend.order(&side, &body);
+        let graph_of_body = rig.backend.end_capture(&body).unwrap();
+        assert!(rig.active() > 0, "the whole goes on");
+        let graph = rig.end(&mut memory, &s);
+        assert_eq!(rig.active(), 0);
+        let error = memory.end_part(part).unwrap_err();
+        assert!(matches!(error, CaptureError::WrongState { .. }), "{error}");
+        drop((graph, graph_of_body));
+        is_over(&rig, memory, &s);
+    }
+}
+
 /// A memory can be used for one graph after another.
 #[test]
 fn around_and_around() {

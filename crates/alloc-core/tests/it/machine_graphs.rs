@@ -318,6 +318,13 @@ impl Program {
             self.rig.backend.sync();
         }
         let (rig, s) = (&self.rig, self.rig.s(stream));
+        // A replay is work on what the graph reads, as any other.
+        let inputs = self.blocks.iter().filter(|b| self.graphs[at].inputs.contains(&b.number));
+        for block in inputs {
+            if let Err(error) = rig.record_stream(&block.allocation, &s) {
+                return assert!(rig.backend.fault_counts().1 > 0, "{error}");
+            }
+        }
         let Captured { memory, graph, .. } = &mut self.graphs[at];
         if let Some(graph) = graph {
             rig.replay(memory, graph, &s);

@@ -158,6 +158,28 @@ fn a_copy_that_fails_leaves_all_as_it_was() {
 }
 
 #[test]
+fn captures_are_not_broken() {
+    for mode in DeviceAllocatorMode::ALL {
+        let rig = rig(mode);
+        let (host, device, stream) = (rig.pinned(1000), rig.device(1000), rig.stream());
+        rig.gpu.begin_capture(&stream, mock_backend::CaptureMode::Global).unwrap();
+        for result in [
+            rig.manager.copy_to_device_async(device, host, 1000, &stream),
+            rig.manager.copy_to_host_async(host, device, 1000, &stream),
+            rig.manager.record_use(device, &stream),
+            rig.manager.free_device_on(device, &stream),
+        ] {
+            assert!(matches!(result, Err(ManagerError::Capturing(_))), "{result:?}");
+        }
+        rig.gpu.end_capture(&stream).unwrap();
+        rig.free_device(device);
+        rig.free_pinned(host);
+        rig.expect_no_violations();
+        rig.finish();
+    }
+}
+
+#[test]
 fn a_copy_whose_event_fails_is_waited_for() {
     let rig = rig(DeviceAllocatorMode::Caching);
     let stream = rig.stream();

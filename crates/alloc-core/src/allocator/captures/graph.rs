@@ -7,7 +7,7 @@ use crate::allocator::{
 use crate::backend::{Backend, Capture, CaptureId, CaptureStatus, Stream};
 use crate::error::AllocError;
 use crate::units::{DeviceId, PoolId, StreamId};
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::error::Error;
 use std::fmt;
 use std::sync::Arc;
@@ -71,6 +71,11 @@ pub enum CaptureError<E> {
         /// The other capture.
         capture: CaptureId,
     },
+    /// No such capture is part of this one, or it has ended.
+    UnknownCapture {
+        /// What was passed.
+        capture: CaptureId,
+    },
     /// The capture goes on: end it with the driver first.
     StillCapturing {
         /// The stream that it was begun on.
@@ -99,6 +104,9 @@ impl<E: fmt::Display> fmt::Display for CaptureError<E> {
                 "{capture} allocates from pool {pool:?}: graphs that share a pool are captured one \
                  after the other"
             ),
+            CaptureError::UnknownCapture { capture } => {
+                write!(f, "{capture} is not a part of this capture that goes on")
+            }
             CaptureError::StillCapturing { stream } => {
                 write!(f, "{stream} still captures: end the capture with the driver first")
             }
@@ -183,8 +191,8 @@ struct Going<B: Backend> {
     shared: Arc<Shared<B>>,
     id: CaptureId,
     origin: B::Stream,
-    /// Held for their drop.
-    _scopes: Vec<PoolScope<B>>,
+    /// What sends its requests to the pool, and those of its parts that go on.
+    scopes: BTreeMap<CaptureId, Vec<PoolScope<B>>>,
 }
 
 /// While it lives, nothing is given back to the backend.
@@ -209,7 +217,7 @@ impl<B: Backend> Drop for Turn<B> {
 
 impl<B: Backend> Drop for Going<B> {
     fn drop(&mut self) {
-        self.shared.captures.known.lock().remove(&self.id);
+        self.shared.captures.known.lock().retain(|_, known| known.root != self.id);
     }
 }
 
@@ -314,31 +322,83 @@ impl<B: Backend> GraphMemory<B> {
     }
 
     fn begin_expected(&mut self, stream: &B::Stream) -> Step<(), B> {
-        let id = match self.shared.capture_status(stream).map_err(CaptureError::Alloc)? {
-            CaptureStatus::Active(id) => id,
-            CaptureStatus::None => return Err(CaptureError::NotCapturing { stream: stream.id() }),
-            CaptureStatus::Invalidated => {
-                return Err(CaptureError::Invalidated { stream: stream.id() });
-            }
-        };
-        {
-            let mut known = self.shared.captures.known.lock();
-            if known.contains_key(&id) {
-                return Err(CaptureError::TakenCapture { capture: id });
-            }
-            if let Some((&capture, _)) = known.iter().find(|(_, other)| other.pool == self.id) {
-                return Err(CaptureError::BusyPool { pool: self.id, capture });
-            }
-            known.insert(id, Known { pool: self.id, pasts: HashMap::new() });
-        }
-        let scope = |pool: &PoolRef<B>| pool.scope(ScopeFilter::Capture(id));
-        let scopes = self.pools.iter().map(scope).collect();
+        let id = self.active_capture(stream)?;
+        self.make_known(id, id)?;
         let shared = Arc::clone(&self.shared);
-        let going = Going { shared, id, origin: stream.clone(), _scopes: scopes };
+        let scopes = BTreeMap::from([(id, self.scopes(id))]);
+        let going = Going { shared, id, origin: stream.clone(), scopes };
         if let State::Expecting(turn, pins) = std::mem::replace(&mut self.state, State::Idle) {
             self.state = State::Capturing(turn, pins, going);
         }
         Ok(())
+    }
+
+    /// The capture that a stream takes part in.
+    fn active_capture(&self, stream: &B::Stream) -> Step<CaptureId, B> {
+        match self.shared.capture_status(stream).map_err(CaptureError::Alloc)? {
+            CaptureStatus::Active(id) => Ok(id),
+            CaptureStatus::None => Err(CaptureError::NotCapturing { stream: stream.id() }),
+            CaptureStatus::Invalidated => Err(CaptureError::Invalidated { stream: stream.id() }),
+        }
+    }
+
+    /// Enters a capture, which is a part of `root` or itself one.
+    fn make_known(&self, id: CaptureId, root: CaptureId) -> Step<(), B> {
+        let mut known = self.shared.captures.known.lock();
+        if known.contains_key(&id) {
+            return Err(CaptureError::TakenCapture { capture: id });
+        }
+        let other = |known: &Known| known.pool == self.id && known.root != root;
+        if let Some((&capture, _)) = known.iter().find(|(_, known)| other(known)) {
+            return Err(CaptureError::BusyPool { pool: self.id, capture });
+        }
+        known.insert(id, Known { pool: self.id, root, pasts: HashMap::new() });
+        Ok(())
+    }
+
+    fn scopes(&self, id: CaptureId) -> Vec<PoolScope<B>> {
+        self.pools.iter().map(|pool| pool.scope(ScopeFilter::Capture(id))).collect()
+    }
+
+    /// A part of the graph is captured apart: the driver has begun the capture of the body of a
+    /// conditional node on `stream`, within `parent`, which is the capture itself or a part of it.
+    /// Requests of that capture are served from the pool too. Returns its id.
+    ///
+    /// # Errors
+    /// [`CaptureError::WrongState`] unless [`GraphState::Capturing`];
+    /// [`CaptureError::UnknownCapture`] if `parent` does not go on; otherwise as
+    /// [`begin`](Self::begin).
+    pub fn begin_part(&mut self, parent: CaptureId, stream: &B::Stream) -> Step<CaptureId, B> {
+        let State::Capturing(_, _, going) = &self.state else {
+            return Err(self.wrong_state("begin a part of a capture"));
+        };
+        let root = going.id;
+        if !going.scopes.contains_key(&parent) {
+            return Err(CaptureError::UnknownCapture { capture: parent });
+        }
+        let id = self.active_capture(stream)?;
+        self.make_known(id, root)?;
+        let scopes = self.scopes(id);
+        if let State::Capturing(_, _, going) = &mut self.state {
+            going.scopes.insert(id, scopes);
+        }
+        Ok(id)
+    }
+
+    /// The driver has ended the capture of a part. Blocks that it used on side streams wait for the
+    /// end of the whole, which also ends the parts that go on.
+    ///
+    /// # Errors
+    /// [`CaptureError::WrongState`] unless [`GraphState::Capturing`];
+    /// [`CaptureError::UnknownCapture`] unless it is a part that goes on.
+    pub fn end_part(&mut self, part: CaptureId) -> Step<(), B> {
+        let State::Capturing(_, _, going) = &mut self.state else {
+            return Err(self.wrong_state("end a part of a capture"));
+        };
+        match part != going.id && going.scopes.remove(&part).is_some() {
+            true => Ok(()),
+            false => Err(CaptureError::UnknownCapture { capture: part }),
+        }
     }
 
     /// The driver has ended the capture and given a graph. Blocks that were freed meanwhile, but
@@ -395,7 +455,9 @@ impl<B: Backend> GraphMemory<B> {
     }
 
     /// The graph was queued on `stream`: [`reset`](Self::reset) will wait for it. Replays that are
-    /// not noted must be over by then.
+    /// not noted must be over by then. This is about the memory of the pool only: a replay is also
+    /// work on the blocks from elsewhere that the graph uses, to be declared by
+    /// [`record_stream`](CachingAllocator::record_stream) as any other.
     ///
     /// # Errors
     /// [`CaptureError::WrongState`] unless [`GraphState::Captured`].

@@ -42,10 +42,12 @@ impl<B: Capture> Power<B> {
     }
 }
 
-/// A capture that goes on.
+/// A capture that goes on, or that is part of one.
 #[derive(Debug)]
 struct Known {
     pool: PoolId,
+    /// The capture that it is part of; itself, most often.
+    root: CaptureId,
     /// What is known to come before the next work of its streams.
     pasts: HashMap<StreamId, HashSet<GraphNodeId>>,
 }
@@ -143,12 +145,12 @@ impl<B: Backend> Shared<B> {
     pub(super) fn check_captures(&self) -> Result<(), Violation> {
         let known = self.captures.known.lock();
         let under_way = self.captures.under_way.load(Ordering::Acquire);
-        ensure(known.len() <= under_way, "I9", || {
-            format!("{} captures go on, {under_way} are under way", known.len())
+        let roots = known.iter().filter(|(capture, own)| own.root == **capture).count();
+        ensure(roots <= under_way, "I9", || {
+            format!("{roots} captures go on, {under_way} are under way")
         })?;
         for (capture, own) in known.iter() {
-            let twin =
-                known.iter().any(|(other, known)| other != capture && known.pool == own.pool);
+            let twin = known.values().any(|other| other.root != own.root && other.pool == own.pool);
             ensure(!twin, "I9", || format!("pool {:?} serves two captures", own.pool))?;
             for device in &self.devices {
                 let pinned = device.pools.is_pinned(own.pool);
