@@ -345,6 +345,9 @@ pub struct Counters {
     pub num_device_alloc: i64,
     /// Segments given back, and runs of pages unmapped.
     pub num_device_free: i64,
+    /// Pieces of free memory that were moved to where a request fits, and back (policy `ours`).
+    /// PyTorch has no such counter, so it is not among the flattened names.
+    pub num_moves: i64,
 }
 
 /// The statistics of one device at one moment.

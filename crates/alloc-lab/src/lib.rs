@@ -14,5 +14,6 @@ pub mod progress;
 pub mod replay;
 pub mod report;
 pub mod units;
+pub mod vary;
 pub mod verify;
 pub mod workload;

@@ -428,6 +428,7 @@ mod tests {
     fn workload() -> Workload {
         Workload {
             path: PathBuf::from("a.csv"),
+            variation: None,
             ops: Vec::new(),
             segments: Vec::new(),
             streams: vec![0],

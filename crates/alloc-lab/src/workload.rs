@@ -5,6 +5,7 @@ use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
 use crate::error::Failure;
+use crate::vary::Variation;
 
 /// One operation of the program.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -47,10 +48,12 @@ pub struct RecordedSegment {
 }
 
 /// A recorded program: what it allocated and freed, in order.
-#[derive(Clone, PartialEq, Eq, Debug)]
+#[derive(Clone, PartialEq, Debug)]
 pub struct Workload {
     /// Where it came from.
     pub path: PathBuf,
+    /// What was changed in it.
+    pub variation: Option<Variation>,
     /// The operations, in order.
     pub ops: Vec<Op>,
     /// The segments that the recorded allocator took, in order; empty if the file has none.
@@ -66,15 +69,22 @@ pub struct Workload {
 }
 
 impl Workload {
-    /// The workload's file as it was given, for reports.
+    /// The workload's file as it was given, and what was changed in it, for reports.
     pub fn file(&self) -> String {
-        self.path.display().to_string()
+        self.varied(self.path.display().to_string())
     }
 
-    /// The last part of the file's name without its suffixes, for titles.
+    /// The last part of the file's name without its suffixes, and what was changed, for titles.
     pub fn name(&self) -> String {
         let name = self.path.file_name().map_or_else(String::new, |n| n.to_string_lossy().into());
-        name.split('.').next().unwrap_or_default().to_owned()
+        self.varied(name.split('.').next().unwrap_or_default().to_owned())
+    }
+
+    fn varied(&self, name: String) -> String {
+        match &self.variation {
+            Some(variation) => format!("{name} ({variation})"),
+            None => name,
+        }
     }
 
     /// Number of operations up to and including the one after which the bytes asked for are at
@@ -119,6 +129,7 @@ impl WorkloadBuilder {
         WorkloadBuilder {
             workload: Workload {
                 path: path.to_owned(),
+                variation: None,
                 ops: Vec::new(),
                 segments: Vec::new(),
                 streams: Vec::new(),

@@ -14,6 +14,9 @@ struct BySize([(u64, u64); 3]);
 // Virtual memory: measured on one H200, one handle a call (means of the ranges that repeated runs
 // gave).
 const CREATE: BySize = BySize([(2 * MIB, 10_000), (128 * MIB, 13_000), (2048 * MIB, 37_500)]);
+/// What the first mapping of a page costs beyond [`Call::Map`], whatever its size: 6.3 to 8.2 µs
+/// against 0.7 to 1.5 µs for each further one (`docs/measurements/`). In nanoseconds.
+pub const FIRST_MAP_NS: u64 = 6_000;
 const MAP: BySize = BySize([(2 * MIB, 700), (128 * MIB, 1_000), (2048 * MIB, 3_000)]);
 // For one mapping; a run of n costs n times as much (`docs/measurements/`).
 const SET_ACCESS: BySize = BySize([(2 * MIB, 26_000), (128 * MIB, 31_000), (2048 * MIB, 90_000)]);
@@ -37,7 +40,7 @@ impl BySize {
 }
 
 /// Modelled time of one call of this kind on `bytes` bytes, in nanoseconds. Time spent waiting for
-/// queued work is not in it.
+/// queued work is not in it, nor what mapping a page for the first time adds ([`FIRST_MAP_NS`]).
 pub fn call_ns(call: Call, bytes: u64) -> u64 {
     match call {
         Call::Acquire => ACQUIRE.at(bytes),
@@ -79,7 +82,7 @@ pub fn call_ns(call: Call, bytes: u64) -> u64 {
 
 /// Modelled time of a pool's growth by `bytes`: a handle is made, mapped and made accessible.
 pub(crate) fn growth_ns(bytes: u64) -> u64 {
-    CREATE.at(bytes) + MAP.at(bytes) + SET_ACCESS.at(bytes)
+    CREATE.at(bytes) + MAP.at(bytes) + FIRST_MAP_NS + SET_ACCESS.at(bytes)
 }
 
 /// What has been spent so far.
@@ -109,14 +112,8 @@ impl Costs {
         self.calls.iter().sum()
     }
 
-    /// Adds to the call that is running.
-    pub(crate) fn extend(&mut self, ns: u64) {
-        self.stall_ns += ns;
-    }
-
-    pub(crate) fn add(&mut self, call: Call, ns: u64) {
+    pub(crate) fn count(&mut self, call: Call) {
         self.calls[call as usize] += 1;
-        self.stall_ns += ns;
     }
 }
 
@@ -133,18 +130,18 @@ impl fmt::Display for Costs {
 mod tests {
     use super::*;
 
-    /// The figures of the design: a GiB in 2 MiB handles about 20 ms, in 20 MiB handles 2 ms, in
-    /// 512 MiB handles 0.2 ms.
+    /// A GiB in 2 MiB handles costs about 22 ms, in 20 MiB handles 2.3 ms, in 512 MiB handles 0.2 ms.
     #[test]
     fn mapping_a_gib_costs_what_was_measured() {
         let gib = |page: u64| {
             let each = call_ns(Call::Create, page * MIB)
                 + call_ns(Call::Map, page * MIB)
+                + FIRST_MAP_NS
                 + call_ns(Call::SetAccess, page * MIB);
             1024u64.div_ceil(page) * each / 1000
         };
-        assert!((18_000..=22_000).contains(&gib(2)), "{} us", gib(2));
-        assert!((1_800..=2_200).contains(&gib(20)), "{} us", gib(20));
+        assert!((20_000..=24_000).contains(&gib(2)), "{} us", gib(2));
+        assert!((2_000..=2_500).contains(&gib(20)), "{} us", gib(20));
         assert!((100..=250).contains(&gib(512)), "{} us", gib(512));
     }
 

@@ -5,6 +5,7 @@ use alloc_core::backend::{
 };
 use alloc_core::{Addr, DeviceId};
 
+use crate::costs::FIRST_MAP_NS;
 use crate::event::MockEvent;
 use crate::memory::{MockPage, MockReservation, MockSegment};
 use crate::sim::{Begun, Failure, Sim, on_range, on_stream};
@@ -328,7 +329,11 @@ impl VirtualMemory for MockBackend {
             self.check_owner(sim, page.backend, &info)?;
             let granularity = self.shared.granularity;
             let mapped = sim.memory.map(reservation.base, at, page.physical, granularity);
-            mapped.map_err(broken(sim, &info, "it cannot be mapped there"))
+            let is_first = mapped.map_err(broken(sim, &info, "it cannot be mapped there"))?;
+            if is_first {
+                sim.spend(FIRST_MAP_NS);
+            }
+            Ok(())
         })
     }
 

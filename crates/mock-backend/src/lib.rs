@@ -38,7 +38,7 @@ pub use backend::{Judge, MockBackend};
 pub use builder::Builder;
 pub use call::{Call, CallInfo, LogEntry};
 pub use captures::{CaptureError, CaptureMode};
-pub use costs::{Costs, call_ns};
+pub use costs::{Costs, FIRST_MAP_NS, call_ns};
 pub use error::MockError;
 pub use event::MockEvent;
 pub use faults::Fault;

@@ -118,6 +118,7 @@ struct Mapping {
 struct PageState {
     bytes: u64,
     mapped: u32,
+    ever_mapped: bool,
 }
 
 /// A run of physical memory: start and end.
@@ -194,7 +195,7 @@ impl Memory {
 
     pub(crate) fn add_page(&mut self, bytes: u64) -> u64 {
         let physical = self.new_physical(bytes);
-        self.pages.insert(physical, PageState { bytes, mapped: 0 });
+        self.pages.insert(physical, PageState { bytes, mapped: 0, ever_mapped: false });
         physical
     }
 
@@ -209,13 +210,14 @@ impl Memory {
         }
     }
 
+    /// Maps a page. Returns whether it had never been mapped before.
     pub(crate) fn map(
         &mut self,
         base: Addr,
         at: Addr,
         physical: u64,
         granularity: u64,
-    ) -> Result<(), Rule> {
+    ) -> Result<bool, Rule> {
         let reservation = self.reservations.get_mut(&base.get()).ok_or(Rule::ForeignHandle)?;
         let page = self.pages.get_mut(&physical).ok_or(Rule::ForeignHandle)?;
         let end = reservation.end_within(base, at, page.bytes).ok_or(Rule::BadRange)?;
@@ -229,7 +231,7 @@ impl Memory {
         page.mapped += 1;
         let mapping = Mapping { bytes: page.bytes, physical, access: Vec::new() };
         reservation.mappings.insert(at.get(), mapping);
-        Ok(())
+        Ok(!std::mem::replace(&mut page.ever_mapped, true))
     }
 
     /// Sizes of the mappings that start in a range.

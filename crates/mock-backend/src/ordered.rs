@@ -229,9 +229,7 @@ impl Sim {
         };
         self.memory.add_segment(base, growth);
         self.pools.get(pool).add_segment(base, growth);
-        let ns = growth_ns(growth);
-        self.costs.extend(ns);
-        self.streams.now_ns += ns;
+        self.spend(growth_ns(growth));
         Some(())
     }
 

@@ -76,8 +76,8 @@ impl Sim {
             }
             _ => call_ns(info.call, info.bytes),
         };
-        self.costs.add(info.call, ns);
-        self.streams.now_ns += ns;
+        self.costs.count(info.call);
+        self.spend(ns);
         self.streams.settle();
         if let Some((rng, p)) = &mut self.chance {
             self.streams.end_by_chance(|| rng.chance(*p));
@@ -90,6 +90,12 @@ impl Sim {
                 Err(MockError::injected(info.call, kind))
             }
         }
+    }
+
+    /// Lets driver time pass.
+    pub(crate) fn spend(&mut self, ns: u64) {
+        self.costs.stall_ns += ns;
+        self.streams.now_ns += ns;
     }
 
     /// What every driver call ends with.

@@ -150,8 +150,6 @@ struct Device<B: Backend> {
     needed_peak: AtomicU64,
     /// Whether there is time to move memory.
     pace: paging::Pace,
-    /// Handles that changed their home.
-    moved: AtomicU64,
     counters: Mutex<Counters>,
     /// One table for all heaps, where the peak of their sum must be exact.
     exact: Option<Lock<StatTable>>,
@@ -433,7 +431,6 @@ impl<B: Backend> Device<B> {
             reserved_peak: AtomicU64::new(0),
             needed_peak: AtomicU64::new(0),
             pace: paging::Pace::default(),
-            moved: AtomicU64::new(0),
             counters: Mutex::new(Counters::default()),
             exact,
             heaps: RwLock::new(Heaps::new()),

@@ -149,6 +149,9 @@ pub struct OursSettings {
     /// `ours_handle_share`: and no handle is larger than the request it is created for divided by
     /// this. Where requests are cut from small handles, few are left partly used.
     pub handle_share: u32,
+    /// `ours_handle_parts`: a request that would take more handles than this gets larger ones, of up to
+    /// 20 MiB.
+    pub handle_parts: u32,
     /// `ours_handle_calm_mb`, in bytes: the largest one where memory only grows, as when weights are
     /// loaded.
     pub handle_bytes_calm: u64,
@@ -172,8 +175,9 @@ impl Default for OursSettings {
             margin: 0.005,
             margin_bytes_min: 24 << 20,
             ahead: 4,
-            handle_bytes_max: 18 << 20,
+            handle_bytes_max: 14 << 20,
             handle_share: 1,
+            handle_parts: 16,
             handle_bytes_calm: 64 << 20,
             part_bytes_min: 1 << 20,
             views_max: 8,

@@ -174,6 +174,7 @@ fn set_ours(ours: &mut OursSettings, entry: &Entry<'_>) -> Result<(), ConfError>
         "ours_handle_calm_mb" => ours.handle_bytes_calm = bounded_mib(entry, 2)?,
         "ours_part_min_kb" => ours.part_bytes_min = up_to(entry, 1 << 30)? as u64 * 1024,
         "ours_handle_share" => ours.handle_share = up_to(entry, 1024)?,
+        "ours_handle_parts" => ours.handle_parts = up_to(entry, 1024)?,
         "ours_ahead" => ours.ahead = up_to(entry, 1024)?,
         "ours_stall_share" => ours.stall_share = fraction(entry)?,
         "ours_hurry_max" => ours.hurry_max = fraction(entry)?,

@@ -2,7 +2,7 @@
 
 use crate::rig::*;
 use alloc_core::backend::{ErrorKind, Stream};
-use alloc_core::{Addr, AddressSpaceLack, AllocError, Policy};
+use alloc_core::{Addr, AddressSpaceLack, AllocError, Policy, PoolOptions};
 use mock_backend::{Call, Fault, MockBackend};
 
 const EXPANDABLE: &str = "expandable_segments:True";
@@ -87,6 +87,28 @@ fn case_e3_max_split_size_does_not_starve_expandable_segments() {
         let reserved = rig.reserved();
         let bounded = reserved < 500 * MIB;
         assert_eq!(bounded, !grows, "{} MiB with {policy:?}", reserved / MIB);
+    }
+}
+
+/// The count of a pool's segments fell below its true value, because unmapping took off what mapping had
+/// not added; the pool then went too early, or never.
+#[test]
+fn case_e6_a_pool_goes_with_its_last_expandable_segment() {
+    for policy in BOTH {
+        let rig = Rig::new(policy, EXPANDABLE);
+        let pool = rig.create_pool(DEV0, PoolOptions::new()).unwrap();
+        let id = pool.id();
+        let owned = || {
+            let segments = rig.snapshot(DEV0).unwrap().segments;
+            segments.iter().filter(|segment| segment.pool == id).count()
+        };
+        let a = rig.alloc_in(&pool, 30 * MIB, &rig.s(0));
+        rig.free(a);
+        assert_eq!(owned(), 1);
+        drop(pool);
+        rig.empty();
+        assert_eq!((owned(), rig.reserved()), (0, 0));
+        assert!(rig.backend.leaks().reservations.is_empty());
     }
 }
 
@@ -206,6 +228,57 @@ fn case_b13_idle_pages_of_another_stream_are_taken_without_a_wait() {
     let _c = rig.alloc(90 * MIB, &rig.s(0));
     assert!(!rig.backend.is_busy(&rig.s(1)), "there is none: it is waited for");
     assert_eq!(rig.stat("num_ooms"), 0);
+}
+
+/// Streams that take turns kept a device's worth of idle memory, each its own. Policy ours serves all of
+/// them from one set of pages, without a wait; after the first round without a call that costs memory or
+/// maps it.
+#[test]
+fn case_b13_streams_that_take_turns_share_one_set_of_pages() {
+    for policy in BOTH {
+        let rig = Rig::new(policy, "expandable_segments:True,ours_margin:0,ours_margin_min_mb:0");
+        let turn = |n: usize| {
+            let (a, b) = (rig.alloc(100 * MIB, &rig.s(n)), rig.alloc(28 * MIB, &rig.s(n)));
+            rig.free(a);
+            rig.free(b);
+        };
+        turn(0);
+        let once = rig.reserved();
+        rig.backend.take_log();
+        (1..5).for_each(turn);
+        let first = rig.backend.take_log();
+        (0..20).for_each(|n| turn(n % 5));
+        let rest = rig.backend.take_log();
+        if policy == Policy::Pytorch {
+            assert_eq!(rig.reserved(), 5 * once);
+            continue;
+        }
+        assert_eq!(rig.reserved(), once);
+        assert!(first.iter().chain(&rest).all(|entry| entry.waited_for.is_empty()));
+        let asks =
+            |entry: &mock_backend::LogEntry| matches!(entry.info.call, Call::Record | Call::Query);
+        assert!(first.iter().all(|entry| entry.info.call != Call::Create));
+        assert!(rest.iter().all(asks), "old layouts are used again");
+    }
+}
+
+/// Pages of a stream that still works are not taken, nor is it waited for; when it has passed, they are.
+#[test]
+fn case_b13_pages_are_taken_after_their_stream_has_passed() {
+    let rig = Rig::new(Policy::Ours, "expandable_segments:True,ours_margin:0,ours_margin_min_mb:0");
+    let a = rig.alloc(40 * MIB, &rig.s(1));
+    rig.busy(&rig.s(1));
+    rig.free(a);
+    let b = rig.alloc(30 * MIB, &rig.s(0));
+    assert_eq!(rig.reserved(), 70 * MIB);
+    rig.pass(&rig.s(1));
+    rig.backend.take_log();
+    let c = rig.alloc(40 * MIB, &rig.s(0));
+    let log = rig.backend.take_log();
+    assert!(log.iter().all(|entry| entry.waited_for.is_empty()));
+    assert_eq!(rig.reserved(), 70 * MIB);
+    rig.free(b);
+    rig.free(c);
 }
 
 /// A limit is compared with what a request takes in ordinary segments, not with the pages that it

@@ -460,6 +460,26 @@ fn heaps_are_used_again() {
     }
 }
 
+/// A request in a pool ran out of memory although the pool's own cached segment could go back. With policy
+/// pytorch it still does: a pool in use keeps what it has.
+#[test]
+fn case_b4_a_pool_gives_its_own_segment_back() {
+    for policy in BOTH {
+        let rig = Rig::of_size(80 * MIB, policy, "");
+        let p = pool(&rig);
+        let a = rig.alloc_in(&p, 60 * MIB, &rig.s(0));
+        rig.free(a);
+        if policy == Policy::Pytorch {
+            let error = p.allocate(70 * MIB, &rig.s(0)).unwrap_err();
+            assert!(error.is_out_of_memory(), "{error}");
+            continue;
+        }
+        let b = rig.alloc_in(&p, 70 * MIB, &rig.s(0));
+        assert_eq!((rig.reserved(), rig.stat("num_ooms")), (70 * MIB, 0));
+        rig.free(b);
+    }
+}
+
 /// Before a request runs out of memory, policy ours takes what is free in pools that are in use;
 /// PyTorch leaves it there.
 #[test]

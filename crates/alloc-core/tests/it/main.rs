@@ -2,6 +2,8 @@
 //!
 //! * `cases_*`: real-world reports cut down to a sequence of operations, one test each;
 //! * `machine`: random operations against the naive model, after every operation;
+//! * `machine_moving`: longer runs of them in which memory moves, under the judge;
+//! * `moving`: what a move costs, and which old views are used again and dropped;
 //! * `faults`, `interleave`: a failure, or another thread's operation, at every backend call;
 //! * `threads`: real threads;
 //! * `pictures`: short scripts as maps of their segments;
@@ -27,6 +29,8 @@ mod interleave;
 mod liar;
 mod machine;
 mod machine_graphs;
+mod machine_moving;
+mod moving;
 mod pictures;
 mod replay;
 mod rig;

@@ -6,8 +6,11 @@ use clap::{Args, Parser, Subcommand};
 
 use crate::bench::Api;
 use crate::configuration::{Configuration, DEFAULT_CAPACITY, PolicyName};
+use crate::error::Failure;
 use crate::machine::BackendName;
 use crate::units::parse_size;
+use crate::vary::Variation;
+use crate::workload::Workload;
 
 const EXIT_CODES: &str = "\
 Exit codes:
@@ -75,9 +78,46 @@ impl Setting {
         Configuration::new(policy, self.conf.clone().unwrap_or_default())
     }
 
+    /// Whether one was asked for.
+    pub(super) fn is_given(&self) -> bool {
+        self.policy.is_some() || self.conf.is_some()
+    }
+
     /// All configurations to compare.
     pub(super) fn all(&self) -> Vec<Configuration> {
         Configuration::choose(self.policy, self.conf.as_deref())
+    }
+}
+
+/// What is done to the recorded workloads.
+#[derive(Debug, Args)]
+pub(super) struct Varying {
+    /// Do the same with changed workloads: `scale:PERCENT` multiplies all sizes; `jitter:SEED`
+    /// changes those above 64 KiB by up to 3 %, differently in each twentieth of the run;
+    /// `without:FROM-TO` leaves out what is allocated and freed in that part of the run, in percent;
+    /// `all` stands for ten such changes. May be given several times
+    #[arg(long = "vary", value_name = "CHANGE", value_parser = changes)]
+    changes: Vec<Changes>,
+}
+
+/// What one `--vary` stands for.
+#[derive(Clone, Debug)]
+struct Changes(Vec<Variation>);
+
+fn changes(text: &str) -> Result<Changes, String> {
+    match text {
+        "all" => Ok(Changes(Variation::standard())),
+        _ => Ok(Changes(vec![text.parse()?])),
+    }
+}
+
+impl Varying {
+    /// The workload as it is and with every change that was asked for.
+    pub(super) fn of(&self, workload: Workload) -> Result<Vec<Workload>, Failure> {
+        let changes = self.changes.iter().flat_map(|changes| &changes.0);
+        let varied: Vec<_> =
+            changes.map(|change| change.apply(&workload)).collect::<Result<_, _>>()?;
+        Ok(std::iter::once(workload).chain(varied).collect())
     }
 }
 
@@ -137,7 +177,9 @@ Examples:
       alloc-lab replay traces/gpt_varlen.csv.gz --policy pytorch \\
           --conf max_split_size_mb:128 --capacity 16GiB
   All traces, for a program to read:
-      alloc-lab replay traces/*.csv.gz --json | jq '{file, policy, reserved_ratio}'")]
+      alloc-lab replay traces/*.csv.gz --json | jq '{file, policy, reserved_ratio}'
+  Was that luck? The same with ten changes of the workload:
+      alloc-lab replay traces/moe.csv.gz --vary all")]
 pub(super) struct ReplayArgs {
     /// Traces to replay
     #[arg(required = true, value_name = "FILE")]
@@ -148,6 +190,9 @@ pub(super) struct ReplayArgs {
 
     #[command(flatten)]
     pub(super) device: Device,
+
+    #[command(flatten)]
+    pub(super) varying: Varying,
 
     /// What runs the driver calls
     #[arg(long, value_enum, default_value_t = BackendName::Mock)]
@@ -214,6 +259,9 @@ pub(super) struct FitArgs {
     #[command(flatten)]
     pub(super) setting: Setting,
 
+    #[command(flatten)]
+    pub(super) varying: Varying,
+
     /// Print one JSON object a line, for each file, instead of a table
     #[arg(long)]
     pub(super) json: bool,
@@ -223,15 +271,20 @@ pub(super) struct FitArgs {
 ///
 /// Prints the map as text: for each segment its blocks, cell by cell, and for expandable ones the
 /// physical pages under them. With --svg it is drawn as a picture instead.
+///
+/// A FILE is a trace, as for `replay`, or a recording, as for `verify`. A recording brings its own
+/// settings and device; what is drawn was compared with it up to that operation.
 #[derive(Debug, Args)]
 #[command(after_long_help = "\
 Examples:
   Fragmentation of PyTorch's segments when the program needs most memory:
       alloc-lab segments traces/gpt_varlen.csv.gz --policy pytorch
   Policy `ours` after 40,000 operations, as a picture:
-      alloc-lab segments traces/gpt_varlen.csv.gz --at 40000 --svg map.svg")]
+      alloc-lab segments traces/gpt_varlen.csv.gz --at 40000 --svg map.svg
+  Expandable segments of PyTorch, as recorded:
+      alloc-lab segments crates/alloc-lab/tests/golden/exp-one.json.gz --at 200")]
 pub(super) struct SegmentsArgs {
-    /// Trace to replay
+    /// Trace or recording to replay
     #[arg(value_name = "FILE")]
     pub(super) file: PathBuf,
 

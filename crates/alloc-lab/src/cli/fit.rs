@@ -20,8 +20,11 @@ const USUAL_RUNS: u64 = 16;
 pub(super) fn run(args: &FitArgs, out: &mut dyn Write) -> Result<bool, Failure> {
     let configuration = args.setting.one();
     let mut rows = Vec::new();
+    let mut workloads = Vec::new();
     for path in &args.files {
-        let workload = read_workload(path)?;
+        workloads.extend(args.varying.of(read_workload(path)?)?);
+    }
+    for workload in workloads {
         let progress = Progress::new(USUAL_RUNS, workload.name());
         let fit = fit(
             |plan| CoreEngine::new(&configuration, plan),

@@ -24,8 +24,11 @@ pub(super) fn run(args: &ReplayArgs, out: &mut dyn Write) -> Result<bool, Failur
     let configurations = args.setting.all();
     let mut panels = Vec::new();
     let mut completed = true;
+    let mut workloads = Vec::new();
     for path in &args.files {
-        let workload = read_workload(path)?;
+        workloads.extend(args.varying.of(read_workload(path)?)?);
+    }
+    for workload in workloads {
         let mut rows = Vec::new();
         let mut panel = new_panel(&workload);
         for configuration in &configurations {

@@ -5,13 +5,16 @@ use alloc_core::{BlockStatus, SegmentSnapshot, SizeClass};
 use super::SegmentView;
 use crate::format::golden::{Block, BlockState, Class};
 
-/// A segment with the pages under it, which are among `mappings`: addresses, ascending, and sizes.
+/// A segment with the pages under it, which are among `mappings`: addresses, ascending, and sizes. Of a
+/// page that other memory shares, only the part in the segment counts.
 pub(super) fn view(segment: &SegmentSnapshot, mappings: &[(u64, u64)]) -> SegmentView {
     let (addr, bytes) = (segment.addr.get(), segment.bytes);
-    let from = mappings.partition_point(|&(at, _)| at < addr);
-    let to = mappings.partition_point(|&(at, _)| at < addr + bytes);
+    let end = addr + bytes;
+    let from = mappings.partition_point(|&(at, size)| at + size <= addr);
+    let to = mappings.partition_point(|&(at, _)| at < end);
     let pages = if segment.expandable {
-        mappings[from..to].iter().map(|&(_, bytes)| bytes).collect()
+        let inside = |&(at, size): &(u64, u64)| (at + size).min(end) - at.max(addr);
+        mappings[from..to].iter().map(inside).collect()
     } else {
         vec![bytes]
     };

@@ -227,6 +227,27 @@ impl Recording {
         taken.map(|row| RecordedSegment { addr: row.addr, bytes: row.bytes })
     }
 
+    /// Number of operations up to and including the one after which the bytes asked for are at their
+    /// peak for the first time. Requests that failed do not count.
+    pub fn ops_to_peak(&self) -> usize {
+        let mut sizes = std::collections::HashMap::new();
+        let (mut live, mut peak) = (0u128, (0, 0));
+        for (i, step) in self.ops.iter().enumerate() {
+            match step.op {
+                Op::Alloc { id, bytes, .. } if step.ptr.is_some_and(|ptr| ptr != 0) => {
+                    sizes.insert(id, bytes);
+                    live += u128::from(bytes);
+                }
+                Op::Free(id) => live -= u128::from(sizes.remove(&id).unwrap_or(0)),
+                _ => {}
+            }
+            if live > peak.0 {
+                peak = (live, i + 1);
+            }
+        }
+        peak.1
+    }
+
     /// Contradictions that would make a comparison meaningless.
     fn check(&self) -> Result<(), String> {
         for (i, step) in self.ops.iter().enumerate() {

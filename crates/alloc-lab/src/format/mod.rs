@@ -33,6 +33,17 @@ pub fn open(path: &Path) -> Result<Box<dyn BufRead>, Failure> {
     }
 }
 
+/// Whether a file looks like a [recording](golden::Recording): whether it is JSON.
+///
+/// # Errors
+/// [`Failure::Input`] if it cannot be read.
+pub fn is_recording(path: &Path) -> Result<bool, Failure> {
+    let mut content = open(path)?;
+    let head = content.fill_buf();
+    let head = head.map_err(|e| Failure::input(path, format!("cannot read: {e}")))?;
+    Ok(head.trim_ascii_start().starts_with(b"{"))
+}
+
 /// Reads a workload of any known format.
 ///
 /// # Errors

@@ -67,12 +67,23 @@ pub fn verify<E: Recorded>(
     mut tick: impl FnMut(),
 ) -> Comparison {
     let mut run = Run::new(engine, recording);
-    for (i, step) in recording.ops.iter().enumerate() {
-        run.step(i, step);
-        tick();
-    }
+    run.steps(recording.ops.len(), &mut tick);
     run.leftovers();
     run.objections();
+    run.comparison
+}
+
+/// As [`verify`], but stops after the first `ops` operations, with the engine as it is then.
+pub fn verify_to<E: Recorded>(
+    engine: &mut E,
+    recording: &Recording,
+    ops: usize,
+    mut tick: impl FnMut(),
+) -> Comparison {
+    let mut run = Run::new(engine, recording);
+    run.steps(ops, &mut tick);
+    run.objections();
+    run.comparison.ops = ops.min(recording.ops.len());
     run.comparison
 }
 
@@ -114,6 +125,13 @@ impl<'a, E: Recorded> Run<'a, E> {
                 mismatches: 0,
                 first: None,
             },
+        }
+    }
+
+    fn steps(&mut self, ops: usize, tick: &mut impl FnMut()) {
+        for (i, step) in self.recording.ops.iter().enumerate().take(ops) {
+            self.step(i, step);
+            tick();
         }
     }
 

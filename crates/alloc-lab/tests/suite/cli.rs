@@ -313,6 +313,59 @@ fn segments_draws_text_and_pictures() {
     assert!(read(&directory.path().join("map.svg")).contains("pages 3 × 20.00 MiB"));
 }
 
+/// A recording is drawn with its own settings, and only as far as it is exact.
+#[test]
+fn segments_draws_recordings() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let file = golden_dir().join("exp-one.json.gz");
+    let file = file.to_str().expect("UTF-8");
+    let output = lab(&directory, &["segments", file, "--at", "50"]);
+    let out = text(&output.stdout);
+    let title = "exp-one, pytorch expandable_segments:True, after 50 operations\n";
+    assert!(out.starts_with(title) && out.contains(", expandable, pages "), "{out}");
+    let peak = text(&lab(&directory, &["segments", file]).stdout);
+    assert!(peak.starts_with("exp-one, pytorch expandable_segments:True, after "), "{peak}");
+    let output = lab(&directory, &["segments", file, "--svg", "map.svg"]);
+    assert_eq!((text(&output.stdout).as_str(), output.status.code()), ("", Some(0)));
+    assert!(read(&directory.path().join("map.svg")).starts_with("<svg"));
+    for (wrong, why) in [
+        (&["--policy", "ours"][..], "leave --policy, --conf, --capacity and --no-feed out"),
+        (&["--capacity", "4GiB"], "leave --policy"),
+        (&["--at", "99999999"], "operations"),
+    ] {
+        let output = lab(&directory, &[&["segments", file], wrong].concat());
+        assert_eq!(output.status.code(), Some(2), "{wrong:?}");
+        assert!(text(&output.stderr).contains(why), "{wrong:?}");
+    }
+    write(&directory, "broken.json", b"{\"name\": 1}");
+    let output = lab(&directory, &["segments", "broken.json"]);
+    assert!(text(&output.stderr).contains("broken.json: not a recording"));
+}
+
+/// Changed workloads stand beside the original, in tables, JSON and searches.
+#[test]
+fn workloads_can_be_varied() {
+    let directory = with_trace(ROWS);
+    let lines = |args: &[&str]| {
+        let output = lab(&directory, args);
+        assert_eq!(output.status.code(), Some(0));
+        let lines = text(&output.stdout);
+        let rows = lines.lines().map(|line| serde_json::from_str(line).expect("an object"));
+        rows.collect::<Vec<serde_json::Value>>()
+    };
+    let vary = ["--vary", "scale:50", "--vary", "jitter:7", "--json", "--policy", "ours"];
+    let rows = lines(&[&["replay", "t.csv"], &vary[..]].concat());
+    let files: Vec<_> = rows.iter().map(|row| row["file"].as_str().expect("a file")).collect();
+    assert_eq!(files, ["t.csv", "t.csv (scale:50)", "t.csv (jitter:7)"]);
+    assert_eq!(rows[1]["requested_peak"], 31_457_280);
+    assert_ne!(rows[2]["requested_peak"], rows[0]["requested_peak"]);
+    let rows = lines(&["fit", "t.csv", "--vary", "all", "--json"]);
+    assert_eq!(rows.len(), 11);
+    let output = lab(&directory, &["fit", "t.csv", "--vary", "more"]);
+    assert_eq!(output.status.code(), Some(2));
+    assert!(text(&output.stderr).contains("scale:PERCENT"));
+}
+
 #[test]
 fn help_teaches() {
     let directory = tempfile::tempdir().expect("a directory");

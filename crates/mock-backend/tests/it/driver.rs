@@ -252,9 +252,38 @@ fn costs_add_up_exactly() {
     };
     let calls: u64 = Call::ALL.iter().map(|&call| call_ns(call, bytes(call))).sum();
     let growth = [Call::Create, Call::Map, Call::SetAccess].map(|call| call_ns(call, 2 * MIB));
-    let once = calls + growth.iter().sum::<u64>();
+    // The page and the growth of the pool are mapped for the first time.
+    let once = calls + growth.iter().sum::<u64>() + 2 * FIRST_MAP_NS;
     assert_eq!(costs.stall_ns, 2 * once);
     assert_eq!(backend.now_ns(), 2 * once);
+}
+
+/// Only its first mapping ever makes a page dear, wherever it was and whether it still is there.
+#[test]
+fn the_first_mapping_of_a_page_costs_more() {
+    let backend = MockBackend::new();
+    let reservation = backend.reserve(DEV0, 16 * MIB).unwrap();
+    let base = reservation.base();
+    let pages = [backend.create(DEV0, 2 * MIB).unwrap(), backend.create(DEV0, 2 * MIB).unwrap()];
+    let spent = |act: &dyn Fn()| {
+        let before_ns = backend.costs().stall_ns;
+        act();
+        backend.costs().stall_ns - before_ns
+    };
+    let map = |page: usize, at: u64| {
+        spent(&|| backend.map(&reservation, base + at * MIB, &pages[page]).unwrap())
+    };
+    let usual = call_ns(Call::Map, 2 * MIB);
+    assert_eq!(map(0, 0), usual + FIRST_MAP_NS);
+    assert_eq!(map(0, 2), usual);
+    for at in [0, 2] {
+        backend.unmap(&reservation, base + at * MIB, 2 * MIB).unwrap();
+    }
+    assert_eq!(map(0, 4), usual);
+    // One that fails maps nothing.
+    backend.set_faults([Fault::nth(1).of(Call::Map)]);
+    assert_eq!(spent(&|| _ = backend.map(&reservation, base, &pages[1]).unwrap_err()), usual);
+    assert_eq!(map(1, 0), usual + FIRST_MAP_NS);
 }
 
 /// A hook may call back into the backend: no lock is held.

@@ -24,7 +24,7 @@ use crate::error::{AddressSpaceLack, AllocError};
 use crate::handles::{HandleStore, Part};
 use crate::heap::Request;
 use crate::pager::{BadRange, PagerError};
-use crate::size_class::{BLOCK_BYTES_MIN, SizeClass};
+use crate::size_class::{BLOCK_BYTES_MIN, LARGE_SEGMENT_BYTES, SizeClass};
 use crate::stats::Gauge;
 use crate::trace::TraceBuffer;
 use compose::{Plan, Site, Task, cut};
@@ -479,7 +479,8 @@ fn has_idle_pages<B: Backend>(cell: &HeapCell<B>) -> bool {
     classes.iter().any(|class| class.free.best_fit(BLOCK_OF_PAGES).is_some())
 }
 
-/// The largest handle to create for a request. In a calm phase, where memory only grows, handles
+/// The largest handle to create for a request: as large as the request or as usual, larger only if it
+/// would take very many of those. In a calm phase, where memory only grows, handles
 /// become larger from growth to growth: what lives long is not moved.
 fn handle_bytes_max(knobs: &OursSettings, request: &Request, unit: u64, calm: u32) -> u64 {
     if request.class == SizeClass::Small {
@@ -487,10 +488,15 @@ fn handle_bytes_max(knobs: &OursSettings, request: &Request, unit: u64, calm: u3
     }
     let share = request.rounded / u64::from(knobs.handle_share) / unit * unit;
     let usual = share.min(knobs.handle_bytes_max).max(unit);
+    let part = request.rounded / u64::from(knobs.handle_parts);
+    let usual = usual.max(part.min(PART_BYTES_MAX)) / unit * unit;
     let doublings = calm.saturating_sub(CALM_AFTER).min(16);
     let calm = (usual << doublings).min(knobs.handle_bytes_calm);
     usual.max(calm) / unit * unit
 }
+
+/// The largest handle of a request that is cut into a number of parts: PyTorch's page.
+const PART_BYTES_MAX: u64 = LARGE_SEGMENT_BYTES;
 
 /// Growths in a row without a free after which a phase counts as calm.
 const CALM_AFTER: u32 = 2;

@@ -14,7 +14,6 @@ use crate::handles::{Part, Place};
 use crate::heap::{Heap, PageRun, Request};
 use crate::trace::TraceBuffer;
 use crate::units::Addr;
-use std::sync::atomic::Ordering;
 
 impl<B: Backend> Shared<B> {
     /// Brings pieces back to where they are mapped already and serves the request there. No driver
@@ -81,7 +80,7 @@ impl<B: Backend> Shared<B> {
 
     fn note_moves(&self, cell: &HeapCell<B>, pieces: usize) {
         let device = &self.devices[cell.device.index()];
-        device.moved.fetch_add(pieces as u64, Ordering::Relaxed);
+        device.counters.lock().num_moves += pieces as i64;
     }
 
     /// Makes a range as planned and serves the request there. On failure everything is back where it
