@@ -42,7 +42,8 @@ pub fn cuda() -> Result<CudaBackend, Failure> {
     })
 }
 
-/// An allocator on `backend` that knows the time; without virtual memory if the device has none.
+/// An allocator on `backend`, without virtual memory if the device has none. It does not know the
+/// time, so that it decides as on a simulated device.
 ///
 /// # Errors
 /// [`Failure::Refused`] with the driver's reason, or if `config` asks for expandable segments that
@@ -56,7 +57,19 @@ pub fn allocator<B: VirtualMemory + MemoryInfo>(
         true => CachingAllocator::with_virtual_memory(backend, config),
         false => CachingAllocator::new(backend, config),
     };
-    let allocator = allocator.map_err(|error| Failure::Refused(error.to_string()))?;
+    allocator.map_err(|error| Failure::Refused(error.to_string()))
+}
+
+/// As [`allocator`], but it knows the time, as that of a program on CUDA does.
+///
+/// # Errors
+/// As there.
+pub fn timed_allocator<B: VirtualMemory + MemoryInfo>(
+    backend: B,
+    config: Config,
+    has_virtual_memory: bool,
+) -> Result<CachingAllocator<B>, Failure> {
+    let allocator = allocator(backend, config, has_virtual_memory)?;
     let begin = Instant::now();
     allocator.set_clock(move || begin.elapsed());
     Ok(allocator)

@@ -102,7 +102,7 @@ impl Subject {
         let figures = match self.backend {
             BackendName::Mock => {
                 let backend = MockBackend::builder().device(DEFAULT_CAPACITY).build();
-                let allocator = machine::allocator(backend, config, true)?;
+                let allocator = machine::timed_allocator(backend, config, true)?;
                 let rig = Rig { allocator, new_stream: |backend| Ok(backend.stream(DEVICE)) };
                 rig.measure(self.api, measurement)?
             }
@@ -110,7 +110,7 @@ impl Subject {
                 let backend = machine::cuda()?;
                 let refused = |error: alloc_cuda::CudaError| Failure::Refused(error.to_string());
                 let virtual_memory = backend.has_virtual_memory(DEVICE).map_err(refused)?;
-                let allocator = machine::allocator(backend, config, virtual_memory)?;
+                let allocator = machine::timed_allocator(backend, config, virtual_memory)?;
                 let rig = Rig { allocator, new_stream: |backend| backend.create_stream(DEVICE) };
                 rig.measure(self.api, measurement)?
             }
