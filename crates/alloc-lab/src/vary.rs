@@ -161,7 +161,7 @@ mod tests {
 
     fn workload() -> Workload {
         // Ten operations; the second allocation lives and dies in the middle.
-        let rows = "0,segment_alloc,4096,2097152,\n\
+        let rows = "0,segment_alloc,2097152,2097152,\n\
                     0,alloc,1,1000000,7\n1,alloc,2,200000,9\n2,free,2,,\n3,alloc,3,64,7\n4,free,3,,\n\
                     5,alloc,4,1000000,7\n6,free,1,,\n7,free,4,,\n8,alloc,5,1000000,7\n9,free,5,,\n";
         let text = format!("time_us,op,id,bytes,stream\n{rows}");
