@@ -144,7 +144,6 @@ pub(super) const LINES_MAX: usize = 800;
 /// Files, or folders, that may be longer, and why.
 pub(super) const LONG_FILES: &[(&str, &str)] = &[
     ("Cargo.lock", "generated"),
-    ("crates/alloc-core/src/allocator/mod.rs", "the whole public face, mostly its documentation"),
     ("crates/alloc-core/tests/host/rules.rs", "one test for each rule of the pinned allocator"),
 ];
 
