@@ -181,7 +181,7 @@ impl<S: PartialEq> SlabStore<S> {
 
     /// A run for a shard: as large as wished, or as there is, but no less than `least`.
     #[cold]
-    fn borrow_run(&self, home: u32, wish: u64, least: u64, cut: Cut) -> Option<Run> {
+    pub(crate) fn borrow_run(&self, home: u32, wish: u64, least: u64, cut: Cut) -> Option<Run> {
         if home != shard_home(node_of(home), 0) {
             self.nodes[node_of(home).index()].spread.store(true, Ordering::Relaxed);
         }

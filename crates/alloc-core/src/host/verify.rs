@@ -96,6 +96,7 @@ fn check_pool<B: HostBackend>(pool: &PoolOf<B>, holdings: &mut Holdings) -> Chec
 
 #[cfg(all(test, not(loom)))]
 mod tests {
+    use super::super::heap::Cut;
     use super::*;
     use crate::backend::{BackendError, Completion, ErrorKind, Refused, Stream};
     use crate::host::{
@@ -264,6 +265,26 @@ mod tests {
         assert_eq!(slabs.heap(shard).remove_idle_beyond(0).len(), 1);
         assert_eq!(host.check().expect_err("lost").invariant, "H7");
         std::mem::forget(host);
+    }
+
+    /// A miss takes what the shard of another thread has free, but not every miss.
+    #[test]
+    fn shards_are_searched_once_for_a_share_of_the_memory() {
+        let host = host(HostConfig::ours(), &[(512 * MIB, 2 * MIB)]);
+        let Store::Slabs(slabs) = &host.engine().pools.default_pool().store else {
+            panic!("policy ours has slabs")
+        };
+        let (node, other_shard) = (NodeId::new(0), 2);
+        slabs.restore(node, Span { base: Addr::new(64 * MIB), bytes: 128 * MIB });
+        let run = slabs.borrow_run(other_shard, 128 * MIB, MIB, Cut::Freely).expect("free");
+        slabs.heap(other_shard).add_run(run);
+        let found = host.allocate(4096).expect("another shard has it");
+        assert_eq!((found.context().block.home, host.engine().pins.bytes()), (other_shard, 0));
+        let pinned = host.allocate(4096).expect("memory");
+        assert_ne!(pinned.context().block.home, other_shard);
+        assert_eq!(host.engine().pins.bytes(), 2 * MIB);
+        // The memory that the test made up was never pinned.
+        std::mem::forget((host, found, pinned));
     }
 
     /// H2 and alignment: a backend that breaks its contract is refused, and nothing has changed.

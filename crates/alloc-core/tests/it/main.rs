@@ -9,7 +9,7 @@
 //! * `pictures`: short scripts as maps of their segments;
 //! * `sharing`, `sharing_faults`: blocks that other simulated processes use;
 //! * `watching`: observers of memory that comes and goes;
-//! * `errors`, `teardown`: misuse, broken backends, and the end.
+//! * `errors`, `teardown`, `forgotten`: misuse, broken backends, and the end.
 #![expect(clippy::unwrap_used, reason = "in a test a panic is the report, helpers included")]
 
 mod captures;
@@ -25,6 +25,7 @@ mod checkpoints;
 mod errors;
 mod faults;
 mod faults_graphs;
+mod forgotten;
 mod interleave;
 mod liar;
 mod machine;
