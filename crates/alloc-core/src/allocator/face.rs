@@ -28,7 +28,7 @@ use std::time::Duration;
 /// are pending.
 ///
 /// When the last clone goes, pending events are waited for and everything is given back to the
-/// backend, whatever is still allocated. A [`ShareHold`] counts as a clone.
+/// backend, whatever is still allocated. A [`ShareHold`](super::ShareHold) counts as a clone.
 pub struct CachingAllocator<B: Backend> {
     pub(super) shared: Arc<Shared<B>>,
 }

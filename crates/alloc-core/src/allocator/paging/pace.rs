@@ -9,7 +9,8 @@ use parking_lot::Mutex;
 use std::time::Duration;
 
 /// Debt that is always allowed, in nanoseconds: more than a training run spends on mapping in all
-/// (`docs/adr/`, number 19). A program starts without credit, and its first steps should not cost it memory.
+/// (`docs/adr/`, number 19). A program starts without credit, and its first steps should not cost it
+/// memory.
 const GRACE_NS: f64 = 1e8;
 /// Time that is not used up is kept for so long, in nanoseconds.
 const MEMORY_NS: f64 = 2e9;
