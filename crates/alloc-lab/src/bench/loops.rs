@@ -1,10 +1,12 @@
 //! The loops that are measured. Between two readings of the clock nothing is done but what
 //! `peers/peer.cpp` does there.
 
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use alloc_core::CachingAllocator;
 use alloc_core::backend::{MemoryInfo, VirtualMemory};
 
 use super::client::Client;
@@ -225,8 +227,11 @@ fn replay<B: VirtualMemory + MemoryInfo, C: Client<B>>(
     blocks.resize_with(program.allocations, || None);
     let mut sizes = vec![0; program.allocations];
     let mut times: Vec<f32> = Vec::with_capacity(program.steps.len());
+    let mut hits: Vec<f32> = Vec::with_capacity(program.steps.len());
     let (mut live, mut requested_peak) = (0u64, 0u64);
+    let misses = Misses::counted(&rig.allocator);
     for step in &program.steps {
+        let missed = misses.count();
         let begin = Instant::now();
         let id = step.id as usize;
         if step.is_alloc {
@@ -238,26 +243,58 @@ fn replay<B: VirtualMemory + MemoryInfo, C: Client<B>>(
             clients[step.stream as usize].free(block)?;
             live -= sizes[id];
         }
-        times.push(begin.elapsed().as_nanos() as f32);
+        let time = begin.elapsed().as_nanos() as f32;
+        times.push(time);
+        if misses.count() == missed {
+            hits.push(time);
+        }
     }
     let total: f64 = times.iter().copied().map(f64::from).sum();
     times.sort_unstable_by(f32::total_cmp);
-    let at = |part: f64| f64::from(times[(times.len() as f64 * part) as usize]);
+    hits.sort_unstable_by(f32::total_cmp);
     let longest = times.last().copied().map_or(0.0, f64::from);
     let figures = Figures::Replay {
         file: program.file.clone(),
         ops: program.steps.len(),
         total_ms: digits(total / 1e6, 2),
-        p50_ns: digits(at(0.5), 0),
-        p99_ns: digits(at(0.99), 0),
+        p50_ns: digits(quantile(&times, 0.5), 0),
+        p99_ns: digits(quantile(&times, 0.99), 0),
         max_us: digits(longest / 1e3, 1),
         requested_peak,
         reserved_peak: rig.reserved_peak()?,
+        misses: misses.count(),
+        hit_p50_ns: digits(quantile(&hits, 0.5), 0),
+        hit_p99_ns: digits(quantile(&hits, 0.99), 0),
     };
     for block in blocks.into_iter().flatten() {
         clients[0].free(block)?;
     }
     Ok(figures)
+}
+
+/// The value that so great a part of the sorted ones does not exceed; 0 of none.
+fn quantile(sorted: &[f32], part: f64) -> f64 {
+    sorted.get((sorted.len() as f64 * part) as usize).copied().map_or(0.0, f64::from)
+}
+
+/// Counts the requests of an allocator that no cached block serves.
+struct Misses(Arc<AtomicUsize>);
+
+impl Misses {
+    fn counted<B: VirtualMemory>(allocator: &CachingAllocator<B>) -> Self {
+        let count = Arc::new(AtomicUsize::new(0));
+        let counter = Arc::clone(&count);
+        // Callbacks run at every miss and nowhere else; this one has nothing to free.
+        allocator.add_free_memory_callback("bench", move |_| {
+            counter.fetch_add(1, Ordering::Relaxed);
+            false
+        });
+        Misses(count)
+    }
+
+    fn count(&self) -> usize {
+        self.0.load(Ordering::Relaxed)
+    }
 }
 
 fn ns_each(time: Duration, count: u32) -> f64 {
