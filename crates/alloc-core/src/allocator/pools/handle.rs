@@ -53,8 +53,8 @@ impl<B: Backend> PoolRef<B> {
     /// Allocates from this pool, whatever scopes are in force.
     ///
     /// # Errors
-    /// As [`CachingAllocator::allocate`]; [`AllocError::InvalidArgument`] if the stream is of another
-    /// device than the pool.
+    /// As [`CachingAllocator::allocate`](crate::CachingAllocator::allocate);
+    /// [`AllocError::InvalidArgument`] if the stream is of another device than the pool.
     pub fn allocate(&self, bytes: u64, stream: &B::Stream) -> AllocResult<Allocation, B> {
         let cell = self.heap_of(stream)?;
         self.shared.allocate(&cell, bytes)

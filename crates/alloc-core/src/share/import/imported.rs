@@ -10,7 +10,7 @@ use std::fmt;
 use std::sync::Arc;
 
 /// A block of another process, open here. Dropping it waits for nothing: the memory is closed, and
-/// its producer told, when the work on it is done and the [`Importer`] looks.
+/// its producer told, when the work on it is done and the [`Importer`](super::Importer) looks.
 pub struct Imported<B: SharePages> {
     pub(super) shared: Arc<Shared<B>>,
     pub(super) key: SpanKey,
@@ -53,7 +53,7 @@ impl<B: SharePages> Imported<B> {
     /// wait for what the producer did before it sent the block, and the block for that work.
     ///
     /// # Errors
-    /// [`ImportError::Backend`] if the producer's event cannot be waited for. The stream must not use
+    /// [`Backend`](super::ImportError::Backend) if the producer's event cannot be waited for. The stream must not use
     /// the block then.
     pub fn use_on(&self, stream: &B::Stream) -> ImportResult<(), B> {
         let mut uses = self.uses.lock();
