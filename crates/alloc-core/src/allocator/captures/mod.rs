@@ -6,10 +6,12 @@
 //! reasons.
 
 mod deferred;
+mod error;
 mod graph;
 
 pub(super) use deferred::Waits;
-pub use graph::{CaptureError, GraphMemory, GraphState};
+pub use error::{CaptureError, GraphState};
+pub use graph::GraphMemory;
 
 use super::check::{Violation, ensure};
 use super::{AllocResult, HeapCell, Shared};
