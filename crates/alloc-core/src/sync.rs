@@ -4,11 +4,9 @@
 
 /// A lock that is held for some tens of nanoseconds at most.
 #[cfg(not(loom))]
-pub(crate) use crate::lock::Lock as ShortLock;
+pub(crate) use crate::lock::{Guard as ShortGuard, Lock as ShortLock};
 #[cfg(not(loom))]
 pub(crate) use parking_lot::{Condvar, Mutex, RwLock};
-#[cfg(not(loom))]
-pub(crate) use spin::mutex::SpinMutexGuard as ShortGuard;
 #[cfg(not(loom))]
 pub(crate) use std::thread;
 
