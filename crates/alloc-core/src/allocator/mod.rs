@@ -33,15 +33,16 @@ pub use share::{Export, ShareHold};
 pub use snapshot::{BlockSnapshot, BlockStatus, SegmentSnapshot, Snapshot};
 
 use crate::backend::{Backend, DeviceMemory, Stream};
-use crate::block::{BlockId, BlockState};
+use crate::block::BlockId;
 use crate::config::{Policy, Rules, Settings};
 use crate::directory::Directory;
 use crate::error::{AllocError, OomReport};
 use crate::handles::HandleStore;
-use crate::heap::{Heap, Ledger};
+use crate::heap::{Heap, Ledger, SegmentId};
 use crate::lock::Lock;
 use crate::pager::Pager;
 use crate::stats::StatTable;
+use crate::stream_index::StreamIndex;
 use crate::table::AppendTable;
 use crate::trace::{TraceBuffer, TraceSink};
 use crate::units::{Addr, DeviceId, PoolId};
@@ -87,6 +88,8 @@ struct Shared<B: Backend> {
     settings: Mutex<Settings>,
     devices: Vec<Arc<Device<B>>>,
     heaps: AppendTable<Arc<HeapCell<B>>>,
+    /// The heaps of the default pools, which stay as long as the allocator.
+    by_stream: StreamIndex<Arc<HeapCell<B>>>,
     directory: Directory,
     paging: Option<Paging<B>>,
     /// Asks the backend for its memory figures; not every backend that this type serves has them.
@@ -140,10 +143,22 @@ impl<B: Backend> Shared<B> {
         found.ok_or(AllocError::NoSuchDevice { device, count: self.devices.len() as u16 })
     }
 
-    /// The default-pool heap of a stream, made on first use.
-    fn heap_of(&self, stream: &B::Stream) -> AllocResult<Arc<HeapCell<B>>, B> {
+    /// The default-pool heap of a stream, made on first use. Takes no lock but then.
+    #[inline]
+    fn heap_of(&self, stream: &B::Stream) -> AllocResult<&Arc<HeapCell<B>>, B> {
+        match self.by_stream.get(stream.device(), stream.id()) {
+            Some(cell) => Ok(cell),
+            None => self.first_heap_of(stream),
+        }
+    }
+
+    #[cold]
+    fn first_heap_of(&self, stream: &B::Stream) -> AllocResult<&Arc<HeapCell<B>>, B> {
         let device = self.device(stream.device())?;
-        Ok(self.heap_in(device.pools.default_pool(), stream))
+        let cell = self.heap_in(device.pools.default_pool(), stream);
+        let cell = self.heaps.get(cell.index).expect("I10: every heap is in the table");
+        self.by_stream.insert(stream.device(), stream.id(), Arc::clone(cell));
+        Ok(cell)
     }
 
     /// The heap of a pool on a stream of its device, made on first use. The pool must not end
@@ -272,19 +287,17 @@ impl<B: Backend> Shared<B> {
 
     /// The heap and block id of the block handed out at exactly `addr`.
     fn find_live(&self, addr: Addr) -> Option<(&Arc<HeapCell<B>>, BlockId)> {
-        let owner = self.directory.owner(addr)?;
-        let cell = self.heaps.get(owner.heap)?;
+        let (cell, segment) = self.owner_of(addr)?;
         let state = cell.state.lock();
-        // The segment may have been given back since the directory was read.
-        let segment = state.body.heap.segments.get(owner.segment)?;
-        if addr < segment.base || addr - segment.base >= segment.bytes {
-            return None;
-        }
-        let index = segment.live_at(addr)?;
-        let blocks = &state.body.heap.blocks;
-        let block = &blocks[index];
-        let live = block.state == BlockState::Live && block.addr == addr;
-        live.then(|| (cell, blocks.id(index)))
+        let index = state.body.live_in(segment, addr)?;
+        Some((cell, state.body.heap.blocks.id(index)))
+    }
+
+    /// The heap and segment that `addr` belongs to.
+    #[inline]
+    fn owner_of(&self, addr: Addr) -> Option<(&Arc<HeapCell<B>>, SegmentId)> {
+        let owner = self.directory.owner(addr)?;
+        Some((self.heaps.get(owner.heap)?, owner.segment))
     }
 
     fn locate(&self, addr: Addr) -> Option<Located> {

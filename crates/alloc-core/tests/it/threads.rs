@@ -227,6 +227,27 @@ fn threads_that_run_out_of_memory() {
     });
 }
 
+/// Threads meet at streams that none of them has used before: each stream gets one heap, which all of
+/// them find, and which serves all from the same segment.
+#[test]
+fn the_first_requests_of_a_stream_meet() {
+    in_time(|| {
+        for policy in BOTH {
+            let judged = judged(GIB, config(policy, ""));
+            for _ in 0..40 {
+                let stream = judged.backend.stream(DEV0);
+                in_parallel(4, |_| {
+                    let addr = judged.allocate(KIB, &stream).unwrap();
+                    judged.free(addr).unwrap();
+                });
+            }
+            let heaps = judged.subject.snapshot(DEV0).unwrap().segments.len();
+            assert_eq!(heaps, 40, "one segment of each stream");
+            ends_empty(judged);
+        }
+    });
+}
+
 /// Two threads free the same address: exactly one succeeds.
 #[test]
 fn one_of_two_frees_wins() {
