@@ -10,12 +10,12 @@ use crate::directory::Directory;
 use crate::error::{AllocError, BackendOp, FreeError, OomReport};
 use crate::handles::HandleTable;
 use crate::pager::PageStore;
-use crate::stats::{Counters, DeviceStats, StatTable};
+use crate::stats::{Counters, DeviceStats};
 use crate::stream_index::StreamIndex;
+use crate::sync::{Mutex, RwLock};
 use crate::table::AppendTable;
 use crate::trace::TraceSink;
 use crate::units::{Addr, DeviceId, PoolId, StreamId};
-use parking_lot::{Mutex, RwLock};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
@@ -236,7 +236,7 @@ impl<B: Backend> CachingAllocator<B> {
     pub fn reset_peak_stats(&self, device: DeviceId) -> AllocResult<(), B> {
         let shared = self.shared.device(device)?;
         shared.reserved_peak.store(shared.reserved(), Ordering::Relaxed);
-        self.shared.each_stat_table(device, StatTable::reset_peak);
+        self.shared.reset_peaks(device);
         Ok(())
     }
 
@@ -246,7 +246,7 @@ impl<B: Backend> CachingAllocator<B> {
     /// [`AllocError::NoSuchDevice`].
     pub fn reset_accumulated_stats(&self, device: DeviceId) -> AllocResult<(), B> {
         *self.shared.device(device)?.counters.lock() = Counters::default();
-        self.shared.each_stat_table(device, StatTable::reset_accumulated);
+        self.shared.reset_accumulated(device);
         Ok(())
     }
 

@@ -1,7 +1,8 @@
 //! The caching allocator: what its parts share. The calls of a client are in `face`.
 //!
-//! Locks, outermost first: growth (one per device, re-entrant) → heap → exact statistics. The event
-//! queue, counters, pager and settings have leaf locks. Backend calls, callbacks, observers and the
+//! Locks, outermost first: growth (one per device, re-entrant) → pools → heaps of a device → exact
+//! peaks → heap. The event queue, counters, pager and settings have leaf locks. Who holds the lock of
+//! exact peaks may hold several heaps; anybody else holds one. Backend calls, callbacks, observers and the
 //! trace sink run with none of them held, except that growth and release hold the growth lock, which
 //! no hit ever takes.
 
@@ -16,6 +17,7 @@ mod grow;
 mod ladder;
 mod oom;
 mod paging;
+mod peaks;
 mod pools;
 mod reclaim;
 mod share;
@@ -39,16 +41,15 @@ use crate::directory::Directory;
 use crate::error::{AllocError, OomReport};
 use crate::handles::HandleStore;
 use crate::heap::{Heap, Ledger, SegmentId};
-use crate::lock::Lock;
 use crate::pager::Pager;
 use crate::stats::StatTable;
 use crate::stream_index::StreamIndex;
+use crate::sync::{Mutex, RwLock, ShortLock};
 use crate::table::AppendTable;
 use crate::trace::{TraceBuffer, TraceSink};
 use crate::units::{Addr, DeviceId, PoolId};
 use captures::Captures;
 use device::{Device, HeapBody, HeapCell, HeapState, Heaps, Use};
-use parking_lot::{Mutex, RwLock};
 use pools::{OwnSource, Pool, Source};
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -199,6 +200,10 @@ impl<B: Backend> Shared<B> {
     ) -> HeapCell<B> {
         let device = stream.device();
         let home = Arc::clone(&self.devices[device.index()]);
+        let stats = match home.peaks {
+            Some(_) => StatTable::part(),
+            None => StatTable::default(),
+        };
         let rules = self.rules_for(device, &source, &self.settings.lock());
         HeapCell {
             index,
@@ -209,7 +214,7 @@ impl<B: Backend> Shared<B> {
             home,
             mark: Mutex::new(None),
             view_mark: Mutex::new(None),
-            state: Lock::new(HeapState {
+            state: ShortLock::new(HeapState {
                 body: HeapBody {
                     index,
                     heap: Heap::new(device, stream.id(), Arc::clone(&pool.shared), rules),
@@ -219,7 +224,7 @@ impl<B: Backend> Shared<B> {
                     uses: HashMap::new(),
                     shares: HashMap::new(),
                 },
-                stats: StatTable::default(),
+                stats,
             }),
         }
     }
@@ -267,22 +272,6 @@ impl<B: Backend> Shared<B> {
         change: impl FnOnce(&mut HeapBody<B>, &mut Ledger<'_>) -> R,
     ) -> R {
         cell.edit(Some(trace), change)
-    }
-
-    fn stat_table(&self, device: DeviceId) -> StatTable {
-        let mut sum = StatTable::default();
-        self.each_stat_table(device, |table| sum.add(table));
-        sum
-    }
-
-    fn each_stat_table(&self, device: DeviceId, mut f: impl FnMut(&mut StatTable)) {
-        let device = &self.devices[device.index()];
-        if let Some(exact) = &device.exact {
-            return f(&mut exact.lock());
-        }
-        for cell in device.counting_heaps() {
-            f(&mut cell.state.lock().stats);
-        }
     }
 
     /// The heap and block id of the block handed out at exactly `addr`.
