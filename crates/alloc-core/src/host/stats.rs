@@ -583,7 +583,7 @@ mod tests {
             let random = (state >> 33) as usize;
             // Long runs, short ones, and none.
             let size = sizes[if step % 1000 < 500 { random / 16 % 4 } else { step / 7 % 4 }];
-            if random % 2 == 0 {
+            if random.is_multiple_of(2) {
                 runs.start(size.0, size.1);
                 plain.start(size.0, size.1);
                 active.push(size);
