@@ -127,12 +127,14 @@ def main(files):
             ratio = reserved / row["requested_peak"]
             lines.append([row["file"].split(".")[0], name, number(row["total_ms"]),
                           number(row["p50_ns"]), number(row["p99_ns"]), number(row["max_us"]),
+                          # Only ours tells hits from misses.
+                          number(row.get("hit_p50_ns")), number(row.get("hit_p99_ns")),
                           f"{int(reserved):,}" if reserved >= 0 else "–",
                           f"{ratio:.4f}" if reserved >= 0 else "–"])
     if lines:
         print("Replays:\n")
         print_table(["trace", "allocator", "total ms", "p50 ns", "p99 ns", "max µs",
-                     "reserved, bytes", "÷ requested"], lines)
+                     "hit p50", "hit p99", "reserved, bytes", "÷ requested"], lines)
 
 
 if __name__ == "__main__":

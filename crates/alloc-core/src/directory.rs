@@ -6,11 +6,12 @@
 
 use crate::backend::SEGMENT_ALIGN;
 use crate::heap::SegmentId;
+use crate::sync::OnceLock;
+use crate::sync::atomic::{AtomicU64, Ordering};
 use crate::units::Addr;
-use std::sync::OnceLock;
-use std::sync::atomic::{AtomicU64, Ordering};
 
-const LEVEL_BITS: u32 = 12;
+/// Little where loom counts every cell.
+const LEVEL_BITS: u32 = if cfg!(loom) { 1 } else { 12 };
 const FANOUT: usize = 1 << LEVEL_BITS;
 const PAGE_BITS: u32 = SEGMENT_ALIGN.ilog2();
 /// Addresses at and above this one cannot be registered.

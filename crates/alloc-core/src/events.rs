@@ -8,12 +8,12 @@
 use crate::backend::{Backend, CaptureId, GraphNodeId, Stream};
 use crate::block::BlockId;
 use crate::config::EventOrder;
+use crate::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use crate::sync::thread::{self, ThreadId};
+use crate::sync::{Condvar, Mutex};
 use crate::units::StreamId;
-use parking_lot::{Condvar, Mutex};
 use smallvec::SmallVec;
 use std::collections::{BTreeMap, HashSet, VecDeque};
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::thread::{self, ThreadId};
 
 /// A block that waits for an event.
 pub(crate) struct Pending<E> {
@@ -104,7 +104,7 @@ pub(crate) struct EventQueue<B: Backend> {
 }
 
 impl<B: Backend> EventQueue<B> {
-    pub(crate) const fn new(order: EventOrder) -> Self {
+    pub(crate) fn new(order: EventOrder) -> Self {
         EventQueue {
             fifos: Mutex::new(BTreeMap::new()),
             let_go: Condvar::new(),

@@ -18,6 +18,7 @@ mod pager;
 pub mod share;
 pub mod size_class;
 pub mod stats;
+mod stream_index;
 mod sync;
 mod table;
 pub mod trace;

@@ -5,8 +5,8 @@
 
 use crate::backend::{Page, Refused, Reservation, VirtualMemory};
 use crate::error::BackendOp;
+use crate::sync::Mutex;
 use crate::units::{Addr, DeviceId};
-use parking_lot::Mutex;
 use std::any::Any;
 use std::collections::BTreeMap;
 use std::sync::Arc;

@@ -1,6 +1,7 @@
 //! Statistics under PyTorch's names (spec §7).
 
 use crate::size_class::SizeClass;
+use smallvec::SmallVec;
 
 /// One gauge with its history. `current` is `allocated - freed` unless the accumulated counters
 /// were reset.
@@ -17,21 +18,15 @@ pub struct Stat {
 }
 
 impl Stat {
-    pub(crate) fn increase(&mut self, amount: u64) {
-        let amount = amount as i64;
+    /// Leaves the peak to [`StatTable::raise`].
+    fn increase(&mut self, amount: i64) {
         self.current += amount;
-        self.peak = self.peak.max(self.current);
         self.allocated += amount;
     }
 
-    pub(crate) fn decrease(&mut self, amount: u64) {
-        let amount = amount as i64;
+    fn decrease(&mut self, amount: i64) {
         self.current -= amount;
         self.freed += amount;
-    }
-
-    fn reset_peak(&mut self) {
-        self.peak = self.current;
     }
 
     fn reset_accumulated(&mut self) {
@@ -163,8 +158,37 @@ const ACTIVE: usize = Gauge::Active as usize;
 const ACTIVE_BYTES: usize = Gauge::ActiveBytes as usize;
 const REQUESTED_BYTES: usize = Gauge::RequestedBytes as usize;
 
-/// The statistics that change with blocks and segments; kept per heap, or per device where the peak
-/// of the sum must be exact.
+/// A figure with a peak: a gauge in the small class, the large one or both, or one of the two that
+/// count oversize blocks and segments.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Row(usize);
+
+impl Row {
+    /// How many there are.
+    pub(crate) const COUNT: usize = 3 * GAUGES + 2;
+    const OVERSIZE_ALLOCATIONS: Row = Row(3 * GAUGES);
+    const OVERSIZE_SEGMENTS: Row = Row(3 * GAUGES + 1);
+
+    pub(crate) fn all() -> impl Iterator<Item = Row> {
+        (0..Row::COUNT).map(Row)
+    }
+
+    pub(crate) const fn index(self) -> usize {
+        self.0
+    }
+}
+
+/// Both classes, as part of a gauge; the classes themselves are 0 and 1.
+const BOTH: usize = 2;
+
+/// Rows, each with a number of its own.
+pub(crate) type Rows = SmallVec<[(Row, i64); 4]>;
+
+/// The statistics of one heap that change with blocks and segments.
+///
+/// Where the peak of the sum over heaps must be exact, the peaks are those of the device
+/// (`allocator/peaks.rs`), and what stands here in their place is a ceiling: up to it, a figure rises
+/// without asking. What has risen above is noted.
 ///
 /// Active blocks are those handed out and those that drain. Most heaps never see one drain, so the
 /// tallies of [`Gauge::Active`] and [`Gauge::ActiveBytes`] count the draining ones only, with the
@@ -176,11 +200,20 @@ pub(crate) struct StatTable {
     peaks: [i64; GAUGES],
     /// Blocks that drain, of both classes.
     draining: u64,
-    pub(crate) oversize_allocations: Stat,
-    pub(crate) oversize_segments: Stat,
+    /// Peaks are ceilings.
+    is_part: bool,
+    /// The highest values of what rose above its ceiling since that was looked at.
+    risen: Rows,
+    oversize_allocations: Stat,
+    oversize_segments: Stat,
 }
 
 impl StatTable {
+    /// One of several whose sum has exact peaks.
+    pub(crate) fn part() -> Self {
+        StatTable { is_part: true, ..StatTable::default() }
+    }
+
     /// A block of `bytes` is handed out to a request of `requested`.
     #[inline]
     pub(crate) fn hand_out(&mut self, class: SizeClass, bytes: u64, requested: u64) {
@@ -208,14 +241,106 @@ impl StatTable {
     #[inline(never)]
     fn raise_peaks(&mut self) {
         for gauge in [ALLOCATION, ALLOCATED_BYTES, ACTIVE, ACTIVE_BYTES, REQUESTED_BYTES] {
-            let mut all = 0;
-            for class in 0..2 {
-                let current = self.tally(class, gauge).current;
-                let peak = &mut self.classes[class][gauge].peak;
-                *peak = current.max(*peak);
-                all += current;
+            self.raise_gauge(gauge);
+        }
+    }
+
+    #[inline(never)]
+    fn raise_gauge(&mut self, gauge: usize) {
+        for part in 0..=BOTH {
+            self.raise(Row(3 * gauge + part));
+        }
+    }
+
+    /// A figure may have risen above its peak.
+    fn raise(&mut self, row: Row) {
+        let current = self.current(row);
+        if current <= self.peak(row) {
+            return;
+        }
+        if !self.is_part {
+            return self.set_peak(row, current);
+        }
+        match self.risen.iter_mut().find(|(noted, _)| *noted == row) {
+            Some((_, highest)) => *highest = current.max(*highest),
+            None => self.risen.push((row, current)),
+        }
+    }
+
+    pub(crate) fn current(&self, Row(row): Row) -> i64 {
+        match (row / 3, row % 3) {
+            (gauge @ 0..GAUGES, BOTH) => {
+                [0, 1].map(|class| self.tally(class, gauge).current).iter().sum()
             }
-            self.peaks[gauge] = self.peaks[gauge].max(all);
+            (gauge @ 0..GAUGES, class) => self.tally(class, gauge).current,
+            _ => self.oversize(Row(row)).current,
+        }
+    }
+
+    /// The peak, or what stands in its place.
+    pub(crate) fn peak(&self, Row(row): Row) -> i64 {
+        match (row / 3, row % 3) {
+            (gauge @ 0..GAUGES, BOTH) => self.peaks[gauge],
+            (gauge @ 0..GAUGES, class) => self.classes[class][gauge].peak,
+            _ => self.oversize(Row(row)).peak,
+        }
+    }
+
+    pub(crate) fn set_peak(&mut self, Row(row): Row, value: i64) {
+        match (row / 3, row % 3) {
+            (gauge @ 0..GAUGES, BOTH) => self.peaks[gauge] = value,
+            (gauge @ 0..GAUGES, class) => self.classes[class][gauge].peak = value,
+            _ => self.oversize_mut(Row(row)).peak = value,
+        }
+    }
+
+    /// Whether something rose above its ceiling.
+    #[inline]
+    pub(crate) fn has_risen(&self) -> bool {
+        !self.risen.is_empty()
+    }
+
+    /// What rose above its ceiling, each with how much it has sunk again from its highest value.
+    #[cold]
+    pub(crate) fn take_risen(&mut self) -> Rows {
+        let mut risen = std::mem::take(&mut self.risen);
+        risen.iter_mut().for_each(|(row, highest)| *highest -= self.current(*row));
+        risen
+    }
+
+    fn oversize(&self, row: Row) -> &Stat {
+        if row == Row::OVERSIZE_ALLOCATIONS {
+            &self.oversize_allocations
+        } else {
+            &self.oversize_segments
+        }
+    }
+
+    fn oversize_mut(&mut self, row: Row) -> &mut Stat {
+        if row == Row::OVERSIZE_ALLOCATIONS {
+            &mut self.oversize_allocations
+        } else {
+            &mut self.oversize_segments
+        }
+    }
+
+    /// An oversize block is handed out (`true`) or freed by the client.
+    pub(crate) fn count_oversize_allocation(&mut self, comes: bool) {
+        self.count_oversize(Row::OVERSIZE_ALLOCATIONS, comes);
+    }
+
+    /// An oversize segment comes (`true`) or goes.
+    pub(crate) fn count_oversize_segment(&mut self, comes: bool) {
+        self.count_oversize(Row::OVERSIZE_SEGMENTS, comes);
+    }
+
+    fn count_oversize(&mut self, row: Row, comes: bool) {
+        let stat = self.oversize_mut(row);
+        if comes {
+            stat.increase(1);
+            self.raise(row);
+        } else {
+            stat.decrease(1);
         }
     }
 
@@ -253,9 +378,11 @@ impl StatTable {
         let gauge = gauge as usize;
         let tally = &mut self.classes[class.index()][gauge];
         tally.current += amount as i64;
-        tally.peak = tally.peak.max(tally.current);
+        let rises = tally.current > tally.peak;
         let all = self.classes[0][gauge].current + self.classes[1][gauge].current;
-        self.peaks[gauge] = self.peaks[gauge].max(all);
+        if rises | (all > self.peaks[gauge]) {
+            self.raise_gauge(gauge);
+        }
     }
 
     #[inline]
@@ -295,18 +422,9 @@ impl StatTable {
         self.peaks[Gauge::ReservedBytes as usize] = bytes as i64;
     }
 
-    fn oversize(&mut self) -> [&mut Stat; 2] {
-        [&mut self.oversize_allocations, &mut self.oversize_segments]
-    }
-
+    /// Sets every peak, or what stands in its place, to the current value.
     pub(crate) fn reset_peak(&mut self) {
-        for gauge in 0..GAUGES {
-            let now = [0, 1].map(|class| self.tally(class, gauge).current);
-            self.classes[0][gauge].peak = now[0];
-            self.classes[1][gauge].peak = now[1];
-            self.peaks[gauge] = now[0] + now[1];
-        }
-        self.oversize().into_iter().for_each(Stat::reset_peak);
+        Row::all().for_each(|row| self.set_peak(row, self.current(row)));
     }
 
     pub(crate) fn reset_accumulated(&mut self) {
@@ -314,7 +432,8 @@ impl StatTable {
             tally.freed = 0;
             tally.base = tally.current;
         }
-        self.oversize().into_iter().for_each(Stat::reset_accumulated);
+        self.oversize_allocations.reset_accumulated();
+        self.oversize_segments.reset_accumulated();
     }
 
     /// Adds another heap's figures. The peak of a sum is at most the sum of the peaks.
@@ -463,15 +582,60 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_stat_remembers_its_peak_and_history() {
-        let mut stat = Stat::default();
-        stat.increase(10);
-        stat.decrease(4);
-        stat.increase(1);
-        assert_eq!(stat, Stat { current: 7, peak: 10, allocated: 11, freed: 4 });
-        stat.reset_peak();
-        stat.reset_accumulated();
-        assert_eq!(stat, Stat { current: 7, peak: 7, allocated: 0, freed: 0 });
+    fn a_figure_remembers_its_peak_and_history() {
+        let mut table = StatTable::default();
+        for comes in [true, true, true, false, false, true] {
+            table.count_oversize_segment(comes);
+        }
+        let stat = table.oversize_segments;
+        assert_eq!(stat, Stat { current: 2, peak: 3, allocated: 4, freed: 2 });
+        table.reset_peak();
+        table.reset_accumulated();
+        assert_eq!(table.oversize_segments, Stat { current: 2, peak: 2, allocated: 0, freed: 0 });
+        assert!(!table.has_risen());
+    }
+
+    #[test]
+    fn rows_are_the_figures_that_have_peaks() {
+        let mut table = StatTable::default();
+        for (n, gauge) in Gauge::ALL.into_iter().enumerate() {
+            let n = n as u64;
+            table.increase(gauge, SizeClass::Small, 10 * n + 1);
+            table.increase(gauge, SizeClass::Large, 10 * n + 2);
+        }
+        table.count_oversize_allocation(true);
+        let (mut currents, mut peaks) = (Vec::new(), Vec::new());
+        for gauge in Gauge::ALL {
+            let ByClass { all, small, large } = table.get(gauge);
+            currents.extend([small.current, large.current, all.current]);
+            peaks.extend([small.peak, large.peak, all.peak]);
+        }
+        currents.extend([1, 0]);
+        peaks.extend([1, 0]);
+        assert_eq!(Row::all().map(|row| table.current(row)).collect::<Vec<_>>(), currents);
+        assert_eq!(Row::all().map(|row| table.peak(row)).collect::<Vec<_>>(), peaks);
+        Row::all().for_each(|row| table.set_peak(row, row.index() as i64));
+        assert!(Row::all().all(|row| table.peak(row) == row.index() as i64));
+        assert_eq!(Row::all().count(), Row::COUNT);
+    }
+
+    #[test]
+    fn a_part_notes_what_rises_above_its_ceiling() {
+        let mut part = StatTable::part();
+        let [small, all] = [0, BOTH].map(|part| Row(3 * (Gauge::ReservedBytes as usize) + part));
+        part.set_peak(small, 10);
+        part.set_peak(all, 30);
+        part.increase(Gauge::ReservedBytes, SizeClass::Small, 10);
+        assert!(!part.has_risen());
+        part.increase(Gauge::ReservedBytes, SizeClass::Small, 7);
+        part.decrease(Gauge::ReservedBytes, SizeClass::Small, 5);
+        part.increase(Gauge::ReservedBytes, SizeClass::Large, 1);
+        // It is 2 above its ceiling, and was 5 higher; nothing else rose.
+        let large = Row(small.0 + 1);
+        assert_eq!(part.take_risen()[..], [(small, 5), (large, 0)]);
+        assert!(!part.has_risen());
+        assert_eq!([small, large, all].map(|row| part.peak(row)), [10, 0, 30]);
+        assert_eq!([small, large, all].map(|row| part.current(row)), [12, 1, 13]);
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use crate::backend::CudaHost;
 use crate::error::PinError;
-use crate::pinned::PinnedBuffer;
+use crate::pinned::{PinTimes, PinnedBuffer, Touch};
 use crate::source::StreamSource;
 use crate::streams::{StreamError, Streams};
 use alloc_core::host::{
@@ -25,12 +25,14 @@ pub struct PinOptions {
     pub flags: HostFlags,
     /// Ask for huge pages where memory is registered.
     pub huge_pages: bool,
+    /// When the pages of memory are made that is registered.
+    pub touch: Touch,
 }
 
 impl Default for PinOptions {
     fn default() -> Self {
         let flags = HostFlags { portable: true, ..HostFlags::default() };
-        PinOptions { flags, huge_pages: true }
+        PinOptions { flags, huge_pages: true, touch: Touch::Meanwhile }
     }
 }
 
@@ -112,7 +114,7 @@ impl<S: StreamSource> PinnedAllocator<S> {
         // Write-combined memory cannot be registered.
         let register = config.register && !options.flags.write_combined;
         let config = HostConfig { register, ..config };
-        let host = CudaHost::new(source, contexts, options.flags, options.huge_pages)?;
+        let host = CudaHost::new(source, contexts, options)?;
         Ok(PinnedAllocator { host: Arc::new(HostAllocator::new(host, config)?) })
     }
 
@@ -214,6 +216,11 @@ impl<S: StreamSource> PinnedAllocator<S> {
     /// Whether a value lies in memory that this allocator has pinned.
     pub fn is_pinned<T: ?Sized>(&self, value: &T) -> bool {
         self.host.is_pinned(Addr::new((&raw const *value).addr() as u64))
+    }
+
+    /// How long the last registration of memory took, by part; zero before the first.
+    pub fn pin_times(&self) -> PinTimes {
+        self.host.backend().pin_times()
     }
 
     /// See [`HostAllocator::config`].

@@ -1,7 +1,8 @@
 //! The host backend on CUDA.
 
+use crate::allocator::PinOptions;
 use crate::error::PinError;
-use crate::pinned::{How, PinnedMemory, TouchPool, copy};
+use crate::pinned::{How, PinTimes, PinnedMemory, TouchPool, copy};
 use crate::source::StreamSource;
 use crate::topology::Topology;
 use alloc_core::DeviceId;
@@ -9,8 +10,8 @@ use alloc_core::backend::{Completion, Refused};
 use alloc_core::host::{
     CopyData, CopyRequest, HostBackend, NodeId, PinMethod, PinRequest, PinnedSegment,
 };
-use cuda_driver::{Context, HostFlags};
-use parking_lot::RwLock;
+use cuda_driver::Context;
+use parking_lot::{Mutex, RwLock};
 use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
@@ -27,9 +28,11 @@ pub struct CudaHost<S> {
     /// first device near it.
     contexts: Vec<Arc<Context>>,
     topology: Topology,
-    flags: HostFlags,
-    huge_pages: bool,
-    pool: TouchPool,
+    options: PinOptions,
+    /// Threads near each node, and those that are near none.
+    pools: Vec<TouchPool>,
+    /// Of the last registration.
+    times: Mutex<PinTimes>,
     /// Segments registered in several pieces: first address, and lengths of the whole and a piece.
     pieced: RwLock<BTreeMap<u64, (u64, u64)>>,
     start: Instant,
@@ -39,7 +42,7 @@ impl<S> fmt::Debug for CudaHost<S> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("CudaHost")
             .field("topology", &self.topology)
-            .field("flags", &self.flags)
+            .field("options", &self.options)
             .finish_non_exhaustive()
     }
 }
@@ -48,19 +51,21 @@ impl<S: StreamSource> CudaHost<S> {
     pub(crate) fn new(
         source: S,
         contexts: &[Arc<Context>],
-        flags: HostFlags,
-        huge_pages: bool,
+        options: PinOptions,
     ) -> Result<Self, PinError<S::Error>> {
         let driver = contexts.first().ok_or(PinError::NoDevice)?.driver();
         let devices = (0..driver.device_count()?).map(|ordinal| driver.device(ordinal));
         let devices = devices.collect::<Result<Vec<_>, _>>()?;
+        let topology = Topology::read(&devices);
+        let near = (0..topology.node_count()).map(|node| topology.processors(NodeId::new(node)));
+        let pools = near.chain([Vec::new()]).map(TouchPool::new).collect();
         Ok(CudaHost {
             source,
             contexts: contexts.to_vec(),
-            topology: Topology::read(&devices),
-            flags,
-            huge_pages,
-            pool: TouchPool::default(),
+            topology,
+            options,
+            pools,
+            times: Mutex::default(),
             pieced: RwLock::new(BTreeMap::new()),
             start: Instant::now(),
         })
@@ -72,6 +77,17 @@ impl<S: StreamSource> CudaHost<S> {
             node.is_some() && self.topology.of_device(device) == node
         };
         self.contexts.iter().find(is_near).unwrap_or(&self.contexts[0])
+    }
+
+    /// The threads that touch memory of a node.
+    fn pool(&self, node: Option<NodeId>) -> &TouchPool {
+        let any = self.pools.len() - 1;
+        &self.pools[node.map_or(any, |node| node.index().min(any))]
+    }
+
+    /// How long the last registration took.
+    pub(crate) fn pin_times(&self) -> PinTimes {
+        *self.times.lock()
     }
 
     /// Cuts a range at the borders of registrations, which a copy should not cross.
@@ -114,21 +130,24 @@ impl<S: StreamSource> HostBackend for CudaHost<S> {
         let _relaxed = context.driver().relax_captures()?;
         let memory = match request.method {
             PinMethod::Allocate => {
-                PinnedMemory::allocate(context, request.bytes, request.align, self.flags)?
+                PinnedMemory::allocate(context, request.bytes, request.align, self.options.flags)?
             }
-            PinMethod::Register { .. } if self.flags.write_combined => {
+            PinMethod::Register { .. } if self.options.flags.write_combined => {
                 return Err(PinError::WriteCombined);
             }
             PinMethod::Register { threads } => {
                 let how = How {
-                    flags: self.flags,
-                    pool: &self.pool,
+                    flags: self.options.flags,
+                    pool: self.pool(request.node),
                     threads: usize::from(threads),
+                    touch: self.options.touch,
                     piece_bytes_max: request.piece_bytes_max,
                     node: request.node.and_then(|node| self.topology.number(node)),
-                    huge_pages: self.huge_pages,
+                    huge_pages: self.options.huge_pages,
                 };
-                PinnedMemory::register(context, request.bytes, &how)?
+                let (memory, times) = PinnedMemory::register(context, request.bytes, &how)?;
+                *self.times.lock() = times;
+                memory
             }
         };
         if let Some(piece) = memory.piece_bytes() {

@@ -22,6 +22,6 @@ pub use allocator::{NewError, PinOptions, PinnedAllocError, PinnedAllocator};
 pub use backend::CudaHost;
 pub use cuda_driver::HostFlags;
 pub use error::PinError;
-pub use pinned::{CopyRefused, InFlight, PinnedBuffer, PinnedMemory};
+pub use pinned::{CopyRefused, InFlight, PinTimes, PinnedBuffer, PinnedMemory, Touch};
 pub use source::{OfBackend, StreamSource};
 pub use streams::{HostEvent, HostStream, StreamError, Streams};

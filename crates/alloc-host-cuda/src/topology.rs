@@ -41,6 +41,14 @@ impl Topology {
         self.devices.get(device).copied()
     }
 
+    /// The processors of a node; none if there is only one node, or if the system does not say.
+    pub(crate) fn processors(&self, node: NodeId) -> Vec<u32> {
+        let list = self.number(node).and_then(|number| {
+            fs::read_to_string(format!("/sys/devices/system/node/node{number}/cpulist")).ok()
+        });
+        list.as_deref().and_then(parse_list).unwrap_or_default()
+    }
+
     /// The system's number of a node, or `None` if there is only one.
     pub(crate) fn number(&self, node: NodeId) -> Option<u32> {
         let number = self.nodes.get(node.index()).copied()?;

@@ -279,7 +279,10 @@ pub fn fit_table(rows: &[FitRow]) -> String {
 
 /// The table of benchmarks, each row the median of its rounds.
 pub fn bench_table(subject: &Subject, rows: &[BenchRow]) -> String {
-    let mut table = new_table(&["measured", "result", "p50 ns", "p99 ns", "max µs", "reserved"]);
+    let mut table = new_table(&[
+        "measured", "result", "p50 ns", "p99 ns", "max µs", "misses", "hit p50", "hit p99",
+        "reserved",
+    ]);
     for row in rows {
         table.add_row(bench_cells(&row.figures));
     }
@@ -292,7 +295,7 @@ fn bench_cells(figures: &Figures) -> Vec<Cell> {
         let what = format!("{name}: {}", figures.threads);
         (what, format!("{:.2} M steps/s", figures.mega_steps_per_s), Some(figures.reserved_peak))
     };
-    let mut times = [const { String::new() }; 3];
+    let mut times = [const { String::new() }; 6];
     let (what, result, reserved) = match figures {
         Figures::Pingpong { bytes, ns_per_pair } => {
             (format!("pingpong: {}", Bytes(*bytes)), format!("{ns_per_pair:.1} ns/pair"), None)
@@ -309,8 +312,26 @@ fn bench_cells(figures: &Figures) -> Vec<Cell> {
             let result = format!("{ns_per_pair:.1} ns/pair, drawn {ns_per_drawn_pair:.1}");
             (what, result, Some(*reserved_peak))
         }
-        Figures::Replay { file, total_ms, p50_ns, p99_ns, max_us, reserved_peak, .. } => {
-            times = [format!("{p50_ns:.0}"), format!("{p99_ns:.0}"), format!("{max_us:.1}")];
+        Figures::Replay {
+            file,
+            total_ms,
+            p50_ns,
+            p99_ns,
+            max_us,
+            reserved_peak,
+            misses,
+            hit_p50_ns,
+            hit_p99_ns,
+            ..
+        } => {
+            times = [
+                format!("{p50_ns:.0}"),
+                format!("{p99_ns:.0}"),
+                format!("{max_us:.1}"),
+                Thousands(*misses as u64).to_string(),
+                format!("{hit_p50_ns:.0}"),
+                format!("{hit_p99_ns:.0}"),
+            ];
             (format!("replay: {file}"), format!("{total_ms:.2} ms"), Some(*reserved_peak))
         }
     };

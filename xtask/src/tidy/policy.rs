@@ -33,7 +33,14 @@ pub(super) const CRATES: &[CratePolicy] = &[
     CratePolicy {
         name: "alloc-core",
         uses: &[],
-        outside: Outside::Only(&["hashbrown", "loom", "parking_lot", "smallvec", "spin"]),
+        outside: Outside::Only(&[
+            "hashbrown",
+            "loom",
+            "shuttle",
+            "parking_lot",
+            "smallvec",
+            "spin",
+        ]),
         unsafe_in: &[],
     },
     CratePolicy {

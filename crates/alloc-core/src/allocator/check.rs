@@ -175,6 +175,8 @@ impl<B: Backend> Shared<B> {
                 })?;
             }
         }
+        let ceilings = device.check_ceilings();
+        ensure(ceilings.is_ok(), "I6", || ceilings.err().unwrap_or_default())?;
         let reserved = sums.get(Gauge::ReservedBytes).all.current as u64;
         ensure(device.reserved() == reserved, "I6", || {
             format!("{id} counts {} reserved, segments hold {reserved}", device.reserved())

@@ -1,17 +1,17 @@
 //! The heaps of a device, and what they share.
 
 use super::paging;
+use super::peaks::Peaks;
 use super::pools::{OwnSource, Pool, Pools, Token};
 use crate::backend::{Backend, CaptureId};
 use crate::block::BlockIdx;
-use crate::config::{Config, Policy};
+use crate::config::{Config, PeakMode, Policy};
 use crate::events::EventQueue;
 use crate::heap::{Heap, Ledger, SegmentId};
-use crate::lock::Lock;
-use crate::stats::{Counters, StatTable};
+use crate::stats::{Counters, Row, StatTable};
+use crate::sync::{Mutex, ReentrantMutex, RwLock, ShortLock};
 use crate::trace::TraceBuffer;
 use crate::units::{DeviceId, PoolId, StreamId};
-use parking_lot::{Mutex, ReentrantMutex, RwLock};
 use smallvec::SmallVec;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -29,7 +29,7 @@ pub(crate) struct HeapCell<B: Backend> {
     pub(super) private: bool,
     pub(super) stream: B::Stream,
     pub(super) stream_id: StreamId,
-    pub(super) state: Lock<HeapState<B>>,
+    pub(super) state: ShortLock<HeapState<B>>,
     /// An event on the stream, and the heap's clock when it was recorded: once it is reached, what
     /// was freed before is nobody's any more.
     pub(super) mark: Mutex<Option<(u32, B::Event)>>,
@@ -40,7 +40,6 @@ pub(crate) struct HeapCell<B: Backend> {
 /// What the lock of a heap guards.
 pub(super) struct HeapState<B: Backend> {
     pub(super) body: HeapBody<B>,
-    /// Used unless the device keeps exact statistics.
     pub(super) stats: StatTable,
 }
 
@@ -81,8 +80,8 @@ pub(super) struct Device<B: Backend> {
     /// Whether there is time to move memory.
     pub(super) pace: paging::Pace,
     pub(super) counters: Mutex<Counters>,
-    /// One table for all heaps, where the peak of their sum must be exact.
-    pub(super) exact: Option<Lock<StatTable>>,
+    /// The peaks of sums over heaps, where those must be exact.
+    pub(super) peaks: Option<Peaks>,
     pub(super) heaps: RwLock<Heaps<B>>,
     pub(super) pools: Pools<B>,
     /// Held by whoever obtains memory from the backend or gives it back. Re-entrant, because a
@@ -104,9 +103,13 @@ impl<B: Backend> HeapCell<B> {
     ) -> R {
         let mut state = self.state.lock();
         let HeapState { body, stats } = &mut *state;
-        let mut exact = self.home.exact.as_ref().map(Lock::lock);
-        let stats = exact.as_deref_mut().unwrap_or(stats);
-        change(body, &mut Ledger { stats, trace })
+        let result = change(body, &mut Ledger { stats, trace });
+        if stats.has_risen() {
+            let risen = stats.take_risen();
+            drop(state);
+            self.home.find_room(self, risen);
+        }
+        result
     }
 
     pub(super) fn pool(&self) -> Arc<Pool> {
@@ -137,6 +140,11 @@ impl<B: Backend> Heaps<B> {
     pub(super) fn of_pool(&self, pool: PoolId) -> impl Iterator<Item = &Arc<HeapCell<B>>> {
         let range = (pool, StreamId::new(0))..=(pool, StreamId::new(u64::MAX));
         self.by_owner.range(range).map(|(_, cell)| cell)
+    }
+
+    /// Every heap that statistics are kept in.
+    pub(super) fn counting(&self) -> impl Iterator<Item = &Arc<HeapCell<B>>> {
+        self.by_owner.values().chain(self.vacant.values().flatten())
     }
 
     /// Takes the heaps from a pool that has ended.
@@ -179,9 +187,7 @@ impl<B: Backend> Device<B> {
 
     /// Every heap that statistics are kept in.
     pub(super) fn counting_heaps(&self) -> Vec<Arc<HeapCell<B>>> {
-        let heaps = self.heaps.read();
-        let vacant = heaps.vacant.values().flatten();
-        heaps.by_owner.values().chain(vacant).cloned().collect()
+        self.heaps.read().counting().cloned().collect()
     }
 }
 
@@ -207,9 +213,9 @@ pub(super) fn limit_of_fraction(policy: Policy, fraction: f64, total: u64) -> u6
 
 impl<B: Backend> Device<B> {
     pub(super) fn new(total: u64, config: &Config) -> Self {
-        let exact = match config.peaks {
-            crate::config::PeakMode::Exact => Some(Lock::new(StatTable::default())),
-            crate::config::PeakMode::PerHeap => None,
+        let peaks = match config.peaks {
+            PeakMode::Exact => Some(Mutex::new([0; Row::COUNT])),
+            PeakMode::PerHeap => None,
         };
         let limit = limit_of_fraction(config.policy, config.settings.memory_fraction, total);
         Device {
@@ -220,7 +226,7 @@ impl<B: Backend> Device<B> {
             needed_peak: AtomicU64::new(0),
             pace: paging::Pace::default(),
             counters: Mutex::new(Counters::default()),
-            exact,
+            peaks,
             heaps: RwLock::new(Heaps::new()),
             pools: Pools::new(),
             growth: ReentrantMutex::new(()),

@@ -10,11 +10,12 @@ use crate::directory::Directory;
 use crate::error::{AllocError, BackendOp, FreeError, OomReport};
 use crate::handles::HandleTable;
 use crate::pager::PageStore;
-use crate::stats::{Counters, DeviceStats, StatTable};
+use crate::stats::{Counters, DeviceStats};
+use crate::stream_index::StreamIndex;
+use crate::sync::{Mutex, RwLock};
 use crate::table::AppendTable;
 use crate::trace::TraceSink;
 use crate::units::{Addr, DeviceId, PoolId, StreamId};
-use parking_lot::{Mutex, RwLock};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
@@ -97,6 +98,7 @@ impl<B: Backend + MemoryInfo> CachingAllocator<B> {
                 settings: Mutex::new(config.settings),
                 devices,
                 heaps: AppendTable::new(),
+                by_stream: StreamIndex::new(),
                 directory: Directory::new(),
                 paging,
                 memory: |backend, device| backend.memory(device).ok(),
@@ -129,7 +131,7 @@ impl<B: Backend> CachingAllocator<B> {
     /// # Errors
     /// [`AllocError::NoSuchDevice`] if the stream's device is not the backend's.
     pub fn stream(&self, stream: &B::Stream) -> AllocResult<StreamHandle<B>, B> {
-        let cell = self.shared.heap_of(stream)?;
+        let cell = Arc::clone(self.shared.heap_of(stream)?);
         Ok(StreamHandle { shared: Arc::clone(&self.shared), cell, pool: None })
     }
 
@@ -141,7 +143,7 @@ impl<B: Backend> CachingAllocator<B> {
     /// [`AllocError::Backend`] if a backend call failed for another reason.
     pub fn allocate(&self, bytes: u64, stream: &B::Stream) -> AllocResult<Allocation, B> {
         let cell = self.shared.heap_of(stream)?;
-        self.shared.allocate(&cell, bytes)
+        self.shared.allocate(cell, bytes)
     }
 
     /// Gives a block back. Work queued so far on its own stream may still use it; work on other
@@ -234,7 +236,7 @@ impl<B: Backend> CachingAllocator<B> {
     pub fn reset_peak_stats(&self, device: DeviceId) -> AllocResult<(), B> {
         let shared = self.shared.device(device)?;
         shared.reserved_peak.store(shared.reserved(), Ordering::Relaxed);
-        self.shared.each_stat_table(device, StatTable::reset_peak);
+        self.shared.reset_peaks(device);
         Ok(())
     }
 
@@ -244,7 +246,7 @@ impl<B: Backend> CachingAllocator<B> {
     /// [`AllocError::NoSuchDevice`].
     pub fn reset_accumulated_stats(&self, device: DeviceId) -> AllocResult<(), B> {
         *self.shared.device(device)?.counters.lock() = Counters::default();
-        self.shared.each_stat_table(device, StatTable::reset_accumulated);
+        self.shared.reset_accumulated(device);
         Ok(())
     }
 

@@ -6,6 +6,7 @@ use crate::backend::{Backend, Stream};
 use crate::block::{BlockId, BlockIdx, BlockState};
 use crate::error::AllocError;
 use crate::events::Pending;
+use crate::heap::SegmentId;
 use crate::trace::TraceBuffer;
 use crate::units::Addr;
 use smallvec::SmallVec;
@@ -34,8 +35,15 @@ impl<B: Backend> Shared<B> {
     }
 
     pub(super) fn free_raw(&self, addr: Addr) -> AllocResult<(), B> {
-        let (cell, id) = self.find_live(addr).ok_or(AllocError::UnknownAddress { addr })?;
-        self.free_block(cell, id, addr)
+        let unknown = AllocError::UnknownAddress { addr };
+        let Some((cell, segment)) = self.owner_of(addr) else { return Err(unknown) };
+        if !self.tracing.load(Ordering::Relaxed)
+            && cell.free_if_unused(None, |body| body.live_in(segment, addr))
+        {
+            return Ok(());
+        }
+        let (cell, id) = self.find_live(addr).ok_or(unknown)?;
+        self.free_in_full(cell, id, addr)
     }
 
     /// The heap and block of an allocation; `None` for one of 0 bytes.
@@ -158,9 +166,19 @@ impl<B: Backend> HeapCell<B> {
     /// Frees a block, if it is live and no other stream used it.
     #[inline]
     fn free_unused(&self, trace: Option<&mut TraceBuffer>, id: BlockId, addr: Addr) -> bool {
+        // By address, another thread may have freed the block since it was looked up.
+        self.free_if_unused(trace, |body| body.live(id, addr))
+    }
+
+    /// Frees the block that `find` finds, if it does and no other stream used it.
+    #[inline]
+    fn free_if_unused(
+        &self,
+        trace: Option<&mut TraceBuffer>,
+        find: impl FnOnce(&HeapBody<B>) -> Option<BlockIdx>,
+    ) -> bool {
         self.edit(trace, |body, ledger| {
-            // By address, another thread may have freed the block since it was looked up.
-            let block = body.live(id, addr).filter(|block| !body.heap.blocks[*block].used);
+            let block = find(body).filter(|block| !body.heap.blocks[*block].used);
             if let Some(block) = block {
                 body.heap.free(block, ledger);
             }
@@ -182,6 +200,19 @@ impl<B: Backend> HeapBody<B> {
         self.uses.remove(&block);
         self.heap.blocks[block].used = false;
         block
+    }
+
+    /// The block that is handed out at `addr`, in the segment that the directory names.
+    #[inline]
+    pub(super) fn live_in(&self, segment: SegmentId, addr: Addr) -> Option<BlockIdx> {
+        // The segment may have been given back since the directory was read.
+        let segment = self.heap.segments.get(segment)?;
+        if addr < segment.base || addr - segment.base >= segment.bytes {
+            return None;
+        }
+        let index = segment.live_at(addr)?;
+        let block = &self.heap.blocks[index];
+        (block.state == BlockState::Live && block.addr == addr).then_some(index)
     }
 
     /// The block that an id names, if it is live and starts at `addr`.

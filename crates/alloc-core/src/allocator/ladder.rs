@@ -13,7 +13,7 @@ use crate::units::{DeviceId, StreamId};
 use smallvec::SmallVec;
 use std::cell::Cell;
 
-thread_local! {
+crate::sync::thread_local! {
     /// A callback that allocates must not start the callbacks again.
     static IN_CALLBACK: Cell<bool> = const { Cell::new(false) };
 }
@@ -171,7 +171,7 @@ impl<B: Backend> Shared<B> {
     /// Asks every callback for memory. Returns whether one says that it is worth searching again.
     fn run_callbacks(&self, device: DeviceId) -> bool {
         let callbacks: Vec<_> = self.callbacks.lock().values().cloned().collect();
-        if callbacks.is_empty() || IN_CALLBACK.replace(true) {
+        if callbacks.is_empty() || IN_CALLBACK.with(|inside| inside.replace(true)) {
             return false;
         }
         let _reset = ResetOnDrop;
@@ -184,6 +184,6 @@ struct ResetOnDrop;
 
 impl Drop for ResetOnDrop {
     fn drop(&mut self) {
-        IN_CALLBACK.set(false);
+        IN_CALLBACK.with(|inside| inside.set(false));
     }
 }

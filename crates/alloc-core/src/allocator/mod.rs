@@ -1,7 +1,8 @@
 //! The caching allocator: what its parts share. The calls of a client are in `face`.
 //!
-//! Locks, outermost first: growth (one per device, re-entrant) → heap → exact statistics. The event
-//! queue, counters, pager and settings have leaf locks. Backend calls, callbacks, observers and the
+//! Locks, outermost first: growth (one per device, re-entrant) → pools → heaps of a device → exact
+//! peaks → heap. The event queue, counters, pager and settings have leaf locks. Who holds the lock of
+//! exact peaks may hold several heaps; anybody else holds one. Backend calls, callbacks, observers and the
 //! trace sink run with none of them held, except that growth and release hold the growth lock, which
 //! no hit ever takes.
 
@@ -16,6 +17,7 @@ mod grow;
 mod ladder;
 mod oom;
 mod paging;
+mod peaks;
 mod pools;
 mod reclaim;
 mod share;
@@ -33,21 +35,21 @@ pub use share::{Export, ShareHold};
 pub use snapshot::{BlockSnapshot, BlockStatus, SegmentSnapshot, Snapshot};
 
 use crate::backend::{Backend, DeviceMemory, Stream};
-use crate::block::{BlockId, BlockState};
+use crate::block::BlockId;
 use crate::config::{Policy, Rules, Settings};
 use crate::directory::Directory;
 use crate::error::{AllocError, OomReport};
 use crate::handles::HandleStore;
-use crate::heap::{Heap, Ledger};
-use crate::lock::Lock;
+use crate::heap::{Heap, Ledger, SegmentId};
 use crate::pager::Pager;
 use crate::stats::StatTable;
+use crate::stream_index::StreamIndex;
+use crate::sync::{Mutex, RwLock, ShortLock};
 use crate::table::AppendTable;
 use crate::trace::{TraceBuffer, TraceSink};
 use crate::units::{Addr, DeviceId, PoolId};
 use captures::Captures;
 use device::{Device, HeapBody, HeapCell, HeapState, Heaps, Use};
-use parking_lot::{Mutex, RwLock};
 use pools::{OwnSource, Pool, Source};
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -87,6 +89,8 @@ struct Shared<B: Backend> {
     settings: Mutex<Settings>,
     devices: Vec<Arc<Device<B>>>,
     heaps: AppendTable<Arc<HeapCell<B>>>,
+    /// The heaps of the default pools, which stay as long as the allocator.
+    by_stream: StreamIndex<Arc<HeapCell<B>>>,
     directory: Directory,
     paging: Option<Paging<B>>,
     /// Asks the backend for its memory figures; not every backend that this type serves has them.
@@ -140,10 +144,22 @@ impl<B: Backend> Shared<B> {
         found.ok_or(AllocError::NoSuchDevice { device, count: self.devices.len() as u16 })
     }
 
-    /// The default-pool heap of a stream, made on first use.
-    fn heap_of(&self, stream: &B::Stream) -> AllocResult<Arc<HeapCell<B>>, B> {
+    /// The default-pool heap of a stream, made on first use. Takes no lock but then.
+    #[inline]
+    fn heap_of(&self, stream: &B::Stream) -> AllocResult<&Arc<HeapCell<B>>, B> {
+        match self.by_stream.get(stream.device(), stream.id()) {
+            Some(cell) => Ok(cell),
+            None => self.first_heap_of(stream),
+        }
+    }
+
+    #[cold]
+    fn first_heap_of(&self, stream: &B::Stream) -> AllocResult<&Arc<HeapCell<B>>, B> {
         let device = self.device(stream.device())?;
-        Ok(self.heap_in(device.pools.default_pool(), stream))
+        let cell = self.heap_in(device.pools.default_pool(), stream);
+        let cell = self.heaps.get(cell.index).expect("I10: every heap is in the table");
+        self.by_stream.insert(stream.device(), stream.id(), Arc::clone(cell));
+        Ok(cell)
     }
 
     /// The heap of a pool on a stream of its device, made on first use. The pool must not end
@@ -184,6 +200,10 @@ impl<B: Backend> Shared<B> {
     ) -> HeapCell<B> {
         let device = stream.device();
         let home = Arc::clone(&self.devices[device.index()]);
+        let stats = match home.peaks {
+            Some(_) => StatTable::part(),
+            None => StatTable::default(),
+        };
         let rules = self.rules_for(device, &source, &self.settings.lock());
         HeapCell {
             index,
@@ -194,7 +214,7 @@ impl<B: Backend> Shared<B> {
             home,
             mark: Mutex::new(None),
             view_mark: Mutex::new(None),
-            state: Lock::new(HeapState {
+            state: ShortLock::new(HeapState {
                 body: HeapBody {
                     index,
                     heap: Heap::new(device, stream.id(), Arc::clone(&pool.shared), rules),
@@ -204,7 +224,7 @@ impl<B: Backend> Shared<B> {
                     uses: HashMap::new(),
                     shares: HashMap::new(),
                 },
-                stats: StatTable::default(),
+                stats,
             }),
         }
     }
@@ -254,37 +274,19 @@ impl<B: Backend> Shared<B> {
         cell.edit(Some(trace), change)
     }
 
-    fn stat_table(&self, device: DeviceId) -> StatTable {
-        let mut sum = StatTable::default();
-        self.each_stat_table(device, |table| sum.add(table));
-        sum
-    }
-
-    fn each_stat_table(&self, device: DeviceId, mut f: impl FnMut(&mut StatTable)) {
-        let device = &self.devices[device.index()];
-        if let Some(exact) = &device.exact {
-            return f(&mut exact.lock());
-        }
-        for cell in device.counting_heaps() {
-            f(&mut cell.state.lock().stats);
-        }
-    }
-
     /// The heap and block id of the block handed out at exactly `addr`.
     fn find_live(&self, addr: Addr) -> Option<(&Arc<HeapCell<B>>, BlockId)> {
-        let owner = self.directory.owner(addr)?;
-        let cell = self.heaps.get(owner.heap)?;
+        let (cell, segment) = self.owner_of(addr)?;
         let state = cell.state.lock();
-        // The segment may have been given back since the directory was read.
-        let segment = state.body.heap.segments.get(owner.segment)?;
-        if addr < segment.base || addr - segment.base >= segment.bytes {
-            return None;
-        }
-        let index = segment.live_at(addr)?;
-        let blocks = &state.body.heap.blocks;
-        let block = &blocks[index];
-        let live = block.state == BlockState::Live && block.addr == addr;
-        live.then(|| (cell, blocks.id(index)))
+        let index = state.body.live_in(segment, addr)?;
+        Some((cell, state.body.heap.blocks.id(index)))
+    }
+
+    /// The heap and segment that `addr` belongs to.
+    #[inline]
+    fn owner_of(&self, addr: Addr) -> Option<(&Arc<HeapCell<B>>, SegmentId)> {
+        let owner = self.directory.owner(addr)?;
+        Some((self.heaps.get(owner.heap)?, owner.segment))
     }
 
     fn locate(&self, addr: Addr) -> Option<Located> {

@@ -47,7 +47,8 @@ pub enum EventOrder {
 /// How peaks of sums over heaps are kept.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum PeakMode {
-    /// Exact, at the price of one lock that all streams of a device share.
+    /// Exact. A hit that raises a figure of its heap above what other heaps leave it to rise waits
+    /// for them: that is every one that sets a new peak, and few others.
     Exact,
     /// Each heap keeps its own peaks and readers add them up: nothing is shared between streams, and
     /// the figure is at least the true peak and at most the sum of what each stream ever held. With

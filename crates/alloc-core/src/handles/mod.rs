@@ -13,8 +13,8 @@ pub(crate) use layout::{HandleId, Layout, Place};
 use crate::backend::{Page, Refused, Reservation, VirtualMemory};
 use crate::error::BackendOp;
 use crate::pager::{BadRange, Flaw, MappedPage, Pager, PagerError, Unmapped};
+use crate::sync::{Mutex, MutexGuard};
 use crate::units::{Addr, DeviceId};
-use parking_lot::{Mutex, MutexGuard};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 

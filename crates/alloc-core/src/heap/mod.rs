@@ -160,7 +160,7 @@ impl Heap {
         self.segments[segment].note_live(addr, id);
         ledger.stats.hand_out(request.class, bytes, request.requested);
         if self.rules.is_oversize(bytes) {
-            ledger.stats.oversize_allocations.increase(1);
+            ledger.stats.count_oversize_allocation(true);
         }
         self.trace(ledger, TraceAction::Alloc, addr, request.requested);
     }
@@ -236,7 +236,7 @@ impl Heap {
         ledger.stats.give_back(class, bytes, requested);
         self.trace(ledger, TraceAction::FreeRequested, addr, requested);
         if self.rules.is_oversize(bytes) {
-            ledger.stats.oversize_allocations.decrease(1);
+            ledger.stats.count_oversize_allocation(false);
         }
         self.trace(ledger, TraceAction::FreeCompleted, addr, requested);
         self.become_free(id, ledger);
@@ -253,7 +253,7 @@ impl Heap {
         ledger.stats.let_go(class, bytes);
         self.trace(ledger, TraceAction::FreeRequested, addr, requested);
         if self.rules.is_oversize(bytes) {
-            ledger.stats.oversize_allocations.decrease(1);
+            ledger.stats.count_oversize_allocation(false);
         }
     }
 
@@ -315,7 +315,7 @@ impl Heap {
         ledger.stats.increase(Gauge::Segment, class, 1);
         ledger.stats.increase(Gauge::ReservedBytes, class, bytes);
         if self.rules.is_oversize(bytes) {
-            ledger.stats.oversize_segments.increase(1);
+            ledger.stats.count_oversize_segment(true);
         }
         self.trace(ledger, TraceAction::SegmentAlloc, base, bytes);
         block
@@ -347,7 +347,7 @@ impl Heap {
         ledger.stats.decrease(Gauge::Segment, class, 1);
         ledger.stats.decrease(Gauge::ReservedBytes, class, bytes);
         if self.rules.is_oversize(bytes) {
-            ledger.stats.oversize_segments.decrease(1);
+            ledger.stats.count_oversize_segment(false);
         }
     }
 

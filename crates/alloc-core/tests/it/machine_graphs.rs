@@ -1,20 +1,25 @@
-//! Random operations with captures, replays and pools that graphs share, under the judge. The program
-//! that they make up is a correct one: it joins what it forks, replays graphs one after the other, and
-//! only while what they read is there. A failing sequence shrinks.
+//! Random operations with captures, replays, pools that graphs share and pools of the user, under the
+//! judge. The program that they make up is a correct one: it joins what it forks, replays graphs one
+//! after the other, and only while what they read is there. A failing sequence shrinks.
 //!
 //! `ALLOC_CORE_SEED` and `ALLOC_CORE_CASES` as for `machine`; a million operations:
 //!
 //! ```text
-//! ALLOC_CORE_CASES=2900 cargo test --release -p alloc-core --test it machine_graphs
+//! ALLOC_CORE_CASES=2900 cargo test --release -p alloc-core --test it machine_graphs -- --nocapture
 //! ```
 
 use crate::machine::environment;
 use crate::rig::*;
-use alloc_core::{Allocation, CaptureError, GraphMemory, Policy, PoolId};
+use alloc_core::backend::Stream;
+use alloc_core::{
+    Allocation, CaptureError, GraphMemory, MemPool, Policy, PoolId, PoolOptions, PoolScope,
+    ScopeFilter,
+};
 use mock_backend::{CaptureMode, Fault, Graph, MockBackend, MockError, MockStream};
 use proptest::prelude::*;
 use proptest::sample::select;
 use proptest::test_runner::{Config, RngAlgorithm, TestError, TestRng, TestRunner};
+use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 /// Operations of one case.
@@ -66,6 +71,24 @@ enum Op {
     Destroy {
         graph: usize,
     },
+    NewPool {
+        no_split: bool,
+        use_on_oom: bool,
+    },
+    DropPool {
+        pool: usize,
+    },
+    EmptyPool {
+        pool: usize,
+    },
+    /// Sends requests to a pool: those of a stream, or all of this thread.
+    Enter {
+        pool: usize,
+        stream: Option<usize>,
+    },
+    Leave {
+        scope: usize,
+    },
 }
 
 fn op() -> impl Strategy<Value = Op> {
@@ -87,7 +110,14 @@ fn op() -> impl Strategy<Value = Op> {
         1 => (index.clone(), any::<bool>())
             .prop_map(|(capture, dropped)| Op::Fail { capture, dropped }),
         3 => (index.clone(), stream).prop_map(|(graph, stream)| Op::Replay { graph, stream }),
-        2 => index.prop_map(|graph| Op::Destroy { graph }),
+        2 => index.clone().prop_map(|graph| Op::Destroy { graph }),
+        1 => (prop::bool::weighted(0.2), any::<bool>())
+            .prop_map(|(no_split, use_on_oom)| Op::NewPool { no_split, use_on_oom }),
+        1 => index.clone().prop_map(|pool| Op::DropPool { pool }),
+        1 => index.clone().prop_map(|pool| Op::EmptyPool { pool }),
+        2 => (index.clone(), prop::option::of(0..STREAMS))
+            .prop_map(|(pool, stream)| Op::Enter { pool, stream }),
+        2 => index.prop_map(|scope| Op::Leave { scope }),
     ]
 }
 
@@ -120,6 +150,43 @@ fn setting(faulty: bool) -> impl Strategy<Value = Setting> {
     )
 }
 
+/// What was played, so that a test can tell that it was about something.
+#[derive(Clone, Copy, Default, Debug)]
+struct Tally {
+    operations: u64,
+    graphs: u64,
+    replays: u64,
+    failed_captures: u64,
+    captured_blocks: u64,
+    /// Of those, made while a scope of the user was in force further out.
+    in_scopes: u64,
+    /// Blocks of the user's pools.
+    user_blocks: u64,
+}
+
+impl Tally {
+    fn plus(self, other: Self) -> Self {
+        Tally {
+            operations: self.operations + other.operations,
+            graphs: self.graphs + other.graphs,
+            replays: self.replays + other.replays,
+            failed_captures: self.failed_captures + other.failed_captures,
+            captured_blocks: self.captured_blocks + other.captured_blocks,
+            in_scopes: self.in_scopes + other.in_scopes,
+            user_blocks: self.user_blocks + other.user_blocks,
+        }
+    }
+
+    fn is_about_something(&self) -> bool {
+        let Tally { operations, graphs, replays, captured_blocks, in_scopes, user_blocks, .. } =
+            *self;
+        let often = [graphs, replays, captured_blocks, user_blocks];
+        often.iter().all(|count| count * 200 > operations)
+            && in_scopes > 0
+            && self.failed_captures > 0
+    }
+}
+
 struct Block {
     allocation: Allocation,
     stream: usize,
@@ -148,8 +215,12 @@ struct Program {
     blocks: Vec<Block>,
     going: Vec<Going>,
     graphs: Vec<Captured>,
+    /// Pools of graphs.
     pools: Vec<PoolId>,
+    user_pools: Vec<MemPool<MockBackend>>,
+    scopes: Vec<PoolScope<MockBackend>>,
     next: usize,
+    tally: Tally,
 }
 
 /// One of a list, if there is one.
@@ -163,8 +234,17 @@ impl Program {
         if let Some((seed, p)) = setting.faults {
             rig.backend.set_faults([Fault::chance(seed, p)]);
         }
-        let (blocks, going, graphs) = (Vec::new(), Vec::new(), Vec::new());
-        Program { rig, blocks, going, graphs, pools: Vec::new(), next: 0 }
+        Program {
+            rig,
+            blocks: Vec::new(),
+            going: Vec::new(),
+            graphs: Vec::new(),
+            pools: Vec::new(),
+            user_pools: Vec::new(),
+            scopes: Vec::new(),
+            next: 0,
+            tally: Tally::default(),
+        }
     }
 
     fn number(&mut self) -> usize {
@@ -207,13 +287,29 @@ impl Program {
             Op::Fail { capture, dropped } => self.fail(capture, dropped),
             Op::Replay { graph, stream } => self.replay(graph, stream),
             Op::Destroy { graph } => self.destroy(graph),
+            Op::NewPool { no_split, use_on_oom } => self.new_pool(no_split, use_on_oom),
+            Op::DropPool { pool } => {
+                pick(self.user_pools.len(), pool).map(|at| self.user_pools.swap_remove(at));
+            }
+            Op::EmptyPool { pool } => {
+                pick(self.user_pools.len(), pool).map(|at| self.user_pools[at].empty_cache());
+            }
+            Op::Enter { pool, stream } => self.enter(pool, stream),
+            Op::Leave { scope } => {
+                pick(self.scopes.len(), scope).map(|at| self.scopes.swap_remove(at));
+            }
         }
+        self.tally.operations += 1;
         self.rig.verify();
     }
 
     fn allocate(&mut self, bytes: u64, stream: usize) {
         if let Ok(allocation) = self.rig.try_alloc(bytes, &self.s(stream)) {
             let capture = self.capture_of(stream).map(|at| self.going[at].number);
+            let pool = self.rig.pool_of(&allocation);
+            self.tally.captured_blocks += u64::from(capture.is_some());
+            self.tally.in_scopes += u64::from(capture.is_some() && !self.scopes.is_empty());
+            self.tally.user_blocks += u64::from(self.user_pools.iter().any(|p| p.id() == pool));
             let number = self.number();
             self.blocks.push(Block { allocation, stream, capture, number });
         }
@@ -290,12 +386,14 @@ impl Program {
         let Going { mut memory, origin, inputs, .. } = self.going.remove(at);
         let graph = self.rig.backend.end_capture(&self.s(origin)).unwrap();
         insist(|| memory.end());
+        self.tally.graphs += 1;
         self.graphs.push(Captured { memory, graph: Some(graph), inputs });
     }
 
     fn fail(&mut self, choice: usize, dropped: bool) {
         let Some(at) = pick(self.going.len(), choice) else { return };
         let Going { mut memory, origin, .. } = self.going.remove(at);
+        self.tally.failed_captures += 1;
         self.rig.backend.invalidate_capture(&self.s(origin));
         self.rig.backend.end_capture(&self.s(origin)).unwrap_err();
         if !dropped {
@@ -328,6 +426,7 @@ impl Program {
         let Captured { memory, graph, .. } = &mut self.graphs[at];
         if let Some(graph) = graph {
             rig.replay(memory, graph, &s);
+            self.tally.replays += 1;
         }
     }
 
@@ -342,9 +441,34 @@ impl Program {
         }
     }
 
+    fn new_pool(&mut self, no_split: bool, use_on_oom: bool) {
+        if self.user_pools.len() >= 4 {
+            return;
+        }
+        let mut options = PoolOptions::new();
+        options.no_split = no_split;
+        options.use_on_oom = use_on_oom;
+        self.user_pools.push(self.rig.create_pool(DEV0, options).unwrap());
+    }
+
+    /// Scopes open while nothing is captured, so that those of captures are further in: what a capture
+    /// makes has to come from its graph's pool.
+    fn enter(&mut self, choice: usize, stream: Option<usize>) {
+        let Some(at) = pick(self.user_pools.len(), choice) else { return };
+        if !self.going.is_empty() || self.scopes.len() >= 4 {
+            return;
+        }
+        let filter = match stream {
+            Some(stream) => ScopeFilter::Stream(self.s(stream).id()),
+            None => ScopeFilter::CurrentThread,
+        };
+        self.scopes.push(self.user_pools[at].scope(filter));
+    }
+
     /// Ends everything; nothing is left.
-    fn finish(mut self) {
+    fn finish(mut self) -> Tally {
         self.rig.backend.set_faults([]);
+        self.scopes.clear();
         while !self.going.is_empty() {
             self.end(0);
         }
@@ -354,9 +478,11 @@ impl Program {
         while !self.blocks.is_empty() {
             self.free(0);
         }
+        self.user_pools.clear();
         self.rig.empty();
         assert_eq!((self.rig.reserved(), self.rig.backend.used(DEV0)), (0, 0));
         assert!(self.rig.pools(DEV0).unwrap().is_empty());
+        self.tally
     }
 }
 
@@ -366,11 +492,11 @@ fn insist(mut step: impl FnMut() -> Result<(), CaptureError<MockError>>) {
     assert!(done, "{:?}", step());
 }
 
-fn play(setting: &Setting, ops: &[Op]) -> Result<(), String> {
+fn play(setting: &Setting, ops: &[Op]) -> Result<Tally, String> {
     let played = catch_unwind(AssertUnwindSafe(|| {
         let mut program = Program::new(setting);
         ops.iter().for_each(|op| program.play(op));
-        program.finish();
+        program.finish()
     }));
     played.map_err(|panic| {
         let literal = panic.downcast_ref::<&str>().copied();
@@ -389,10 +515,17 @@ fn run(faulty: bool) {
     let mut runner =
         TestRunner::new_with_rng(config, TestRng::from_seed(RngAlgorithm::ChaCha, &bytes));
     let case = (setting(faulty), prop::collection::vec(op(), OPS));
-    let result =
-        runner.run(&case, |(setting, ops)| play(&setting, &ops).map_err(TestCaseError::fail));
+    let total = Cell::new(Tally::default());
+    let result = runner.run(&case, |(setting, ops)| {
+        total.set(total.get().plus(play(&setting, &ops).map_err(TestCaseError::fail)?));
+        Ok(())
+    });
     match result {
-        Ok(()) => {}
+        Ok(()) => {
+            let total = total.get();
+            println!("{total:?}");
+            assert!(total.is_about_something(), "{total:?}");
+        }
         Err(TestError::Fail(why, (setting, ops))) => {
             panic!("ALLOC_CORE_SEED={seed}: {why}\n{setting:?}\n{} operations: {ops:#?}", ops.len())
         }

@@ -227,6 +227,83 @@ fn threads_that_run_out_of_memory() {
     });
 }
 
+/// Exact peaks are those of the sum over all streams at one moment, never the sum of what each stream
+/// held at its own: threads take turns, so that at most some of them hold a block at a time, then all
+/// of them do.
+#[test]
+fn exact_peaks_over_streams() {
+    const AT_ONCE: usize = 3;
+    in_time(|| {
+        for text in KINDS {
+            let config = Config { peaks: PeakMode::Exact, ..config(Policy::Pytorch, text) };
+            let judged = judged(8 * GIB, config);
+            let streams: Vec<_> = (0..THREADS).map(|_| judged.backend.stream(DEV0)).collect();
+            let peaks = |blocks: usize| {
+                let stats = judged.subject.stats(DEV0).unwrap();
+                let blocks = blocks as i64;
+                assert_eq!(stats.get("allocation.all.peak"), Some(blocks));
+                assert_eq!(stats.get("active.small_pool.peak"), Some(blocks));
+                assert_eq!(stats.get("requested_bytes.small_pool.peak"), Some(1000 * blocks));
+                assert_eq!(stats.get("allocated_bytes.all.peak"), Some(1024 * blocks));
+            };
+            let held = AtomicUsize::new(0);
+            in_parallel(THREADS, |n| {
+                for _ in 0..STEPS {
+                    let enters = |held| (held < AT_ONCE).then_some(held + 1);
+                    let (acquire, relaxed) = (Ordering::AcqRel, Ordering::Relaxed);
+                    while held.fetch_update(acquire, relaxed, enters).is_err() {
+                        thread::yield_now();
+                    }
+                    let addr = judged.allocate(1000, &streams[n]).unwrap();
+                    judged.free(addr).unwrap();
+                    held.fetch_sub(1, Ordering::AcqRel);
+                }
+            });
+            assert!(judged.subject.stats(DEV0).unwrap().get("allocation.all.peak") <= Some(3));
+            let first = (0..AT_ONCE).map(|n| judged.allocate(1000, &streams[n]).unwrap());
+            first.collect::<Vec<_>>().into_iter().for_each(|addr| judged.free(addr).unwrap());
+            peaks(AT_ONCE);
+            let all = Barrier::new(THREADS);
+            in_parallel(THREADS, |n| {
+                for _ in 0..20 {
+                    let addr = judged.allocate(1000, &streams[n]).unwrap();
+                    all.wait();
+                    judged.free(addr).unwrap();
+                    all.wait();
+                }
+            });
+            peaks(THREADS);
+            judged.subject.reset_peak_stats(DEV0).unwrap();
+            peaks(0);
+            let addr = judged.allocate(1000, &streams[5]).unwrap();
+            judged.free(addr).unwrap();
+            peaks(1);
+            ends_empty(judged);
+        }
+    });
+}
+
+/// Threads meet at streams that none of them has used before: each stream gets one heap, which all of
+/// them find, and which serves all from the same segment.
+#[test]
+fn the_first_requests_of_a_stream_meet() {
+    in_time(|| {
+        for policy in BOTH {
+            let judged = judged(GIB, config(policy, ""));
+            for _ in 0..40 {
+                let stream = judged.backend.stream(DEV0);
+                in_parallel(4, |_| {
+                    let addr = judged.allocate(KIB, &stream).unwrap();
+                    judged.free(addr).unwrap();
+                });
+            }
+            let heaps = judged.subject.snapshot(DEV0).unwrap().segments.len();
+            assert_eq!(heaps, 40, "one segment of each stream");
+            ends_empty(judged);
+        }
+    });
+}
+
 /// Two threads free the same address: exactly one succeeds.
 #[test]
 fn one_of_two_frees_wins() {

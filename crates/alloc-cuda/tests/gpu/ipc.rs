@@ -9,6 +9,7 @@ use alloc_core::{Config, Policy};
 use alloc_cuda::{CudaAllocator, CudaBackend, CudaError, CudaStream};
 use alloc_ipc::{IpcError, Producer, Received, Receiver, Sender};
 use alloc_shm::Channel;
+use cuda_driver::{PhysicalKind, PhysicalMemory};
 use mock_backend::Rng;
 use std::collections::VecDeque;
 use std::os::fd::OwnedFd;
@@ -164,7 +165,18 @@ fn fabric_handles(rig: &Rig) -> Outcome {
     let imported = backend.import_page(FIRST, unit, token).expect("imports");
     backend.destroy(page).expect("destroys");
     backend.destroy(imported).expect("destroys");
-    if by_fabric { Outcome::Done } else { Outcome::Skipped("the driver refuses such handles here") }
+    if by_fabric {
+        return Outcome::Done;
+    }
+    // In no combination, and what the driver says to it.
+    for (exportable, gpu_direct) in [(false, false), (true, false), (false, true), (true, true)] {
+        let kind = PhysicalKind { fabric: true, exportable, gpu_direct };
+        match PhysicalMemory::create(rig.context(FIRST), unit, kind) {
+            Ok(_) => panic!("{kind:?} is possible, and was not used"),
+            Err(error) => println!("{kind:?}: {error}"),
+        }
+    }
+    Outcome::Skipped("the driver refuses such handles here")
 }
 
 /// A process that plays a part, with a channel to it.

@@ -15,6 +15,7 @@ mod devices;
 mod graphs;
 mod ipc;
 mod limits;
+mod pools;
 mod rig;
 mod runner;
 mod soak;
@@ -27,12 +28,13 @@ use std::process::ExitCode;
 
 /// Every test, in the order in which they run: what the others rely on comes first.
 fn scenarios() -> Vec<Scenario> {
-    let groups: [&[Scenario]; 9] = [
+    let groups: [&[Scenario]; 10] = [
         backend::SCENARIOS,
         streams::SCENARIOS,
         data::SCENARIOS,
         virtual_memory::SCENARIOS,
         graphs::SCENARIOS,
+        pools::SCENARIOS,
         devices::SCENARIOS,
         ipc::SCENARIOS,
         limits::SCENARIOS,

@@ -1,13 +1,14 @@
 //! Pinning and unpinning.
 
 use super::map::{Mapping, page_bytes, unmap};
-use super::{TouchPool, pointer};
+use super::{Touch, TouchPool, pointer};
 use crate::error::PinError;
 use alloc_core::Addr;
 use alloc_core::backend::Refused;
 use alloc_core::host::{CopyRequest, PinnedSegment};
 use cuda_driver::{Context, DriverError, HostFlags};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 /// A contiguous range of pinned memory. Dropping it leaks the memory, because work may still use it.
 #[derive(Debug)]
@@ -43,9 +44,21 @@ pub(crate) struct How<'a> {
     pub(crate) flags: HostFlags,
     pub(crate) pool: &'a TouchPool,
     pub(crate) threads: usize,
+    pub(crate) touch: Touch,
     pub(crate) piece_bytes_max: u64,
     pub(crate) node: Option<u32>,
     pub(crate) huge_pages: bool,
+}
+
+/// How long registering memory took, by part. Touching and registering may overlap.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct PinTimes {
+    /// Mapping it.
+    pub map: Duration,
+    /// Making its pages, until the last thread was done.
+    pub touch: Duration,
+    /// The driver's calls.
+    pub register: Duration,
 }
 
 impl PinnedMemory {
@@ -71,17 +84,17 @@ impl PinnedMemory {
         allocate(bytes + align - 1)
     }
 
-    /// Maps memory, touches it with several threads, and registers it.
+    /// Maps memory, touches it with several threads, and registers it; how long that took.
     pub(crate) fn register<E>(
         context: &Arc<Context>,
         bytes: u64,
         how: &How<'_>,
-    ) -> Result<Self, PinError<E>> {
+    ) -> Result<(Self, PinTimes), PinError<E>> {
         let page = page_bytes() as u64;
         let bytes = bytes.next_multiple_of(page);
+        let begin = Instant::now();
         let mapping = Mapping::new(bytes as usize, how.node, how.huge_pages)?;
-        // SAFETY: whole pages of a mapping that nobody else knows yet.
-        unsafe { how.pool.touch(mapping.start(), bytes as usize, how.threads) };
+        let map = begin.elapsed();
         let memory = PinnedMemory {
             context: context.clone(),
             start: mapping.start(),
@@ -91,10 +104,19 @@ impl PinnedMemory {
                 flags: how.flags,
             },
         };
-        memory.register_pieces(memory.pieces().len())?;
+        let register = || {
+            let begin = Instant::now();
+            let result = memory.register_pieces(memory.pieces().len());
+            (result, begin.elapsed())
+        };
+        let range = (memory.start, bytes as usize);
+        // SAFETY: whole pages of a mapping that nobody else knows yet.
+        let touched = unsafe { how.pool.touch(range, how.threads, how.touch, register) };
+        let ((result, register), touch) = touched;
+        result?;
         // From here on the value owns it.
         mapping.into_start();
-        Ok(memory)
+        Ok((memory, PinTimes { map, touch, register }))
     }
 
     /// Gives the memory back.

@@ -7,8 +7,9 @@ mod touch;
 mod vec;
 
 pub use buffer::{CopyRefused, InFlight, PinnedBuffer};
-pub use memory::PinnedMemory;
 pub(crate) use memory::{How, copy};
+pub use memory::{PinTimes, PinnedMemory};
+pub use touch::Touch;
 pub(crate) use touch::TouchPool;
 
 use crate::allocator::PinnedAllocator;

@@ -3,86 +3,155 @@
 use super::map::page_bytes;
 use parking_lot::{Condvar, Mutex};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+/// When the pages of memory are made that is going to be registered.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Touch {
+    /// Before the driver is asked to register them.
+    First,
+    /// By other threads while the driver registers them: both begin at the first page, and the driver
+    /// makes a page itself if it comes to it first.
+    Meanwhile,
+}
+
+/// What one thread touches at a time.
+const CHUNK_BYTES: usize = 4 << 20;
+
+/// Threads at most: more than any machine needs, and few enough to start.
+const WORKERS_MAX: usize = 128;
 
 /// Threads that touch memory. They start when first needed and live as long as the pool.
 #[derive(Debug, Default)]
 pub(crate) struct TouchPool {
-    workers: Mutex<Vec<Worker>>,
+    /// The processors that the threads run on; empty: any.
+    processors: Vec<u32>,
+    crew: Mutex<Crew>,
+}
+
+#[derive(Debug, Default)]
+struct Crew {
+    idle: Vec<Worker>,
+    /// Those at work, too.
+    started: usize,
 }
 
 #[derive(Debug)]
 struct Worker {
     /// `None` only while being dropped.
-    jobs: Option<Sender<Job>>,
+    jobs: Option<Sender<Arc<Pages>>>,
     thread: Option<JoinHandle<()>>,
 }
 
-struct Job {
-    share: Share,
-    done: Arc<Latch>,
-}
-
-/// Whole pages of memory that nobody else uses yet.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-struct Share {
+/// Whole pages of mapped memory that several threads touch, in chunks, in the order of addresses.
+#[derive(Debug)]
+struct Pages {
     start: usize,
     bytes: usize,
+    /// Bytes that some thread has taken on; may go beyond `bytes`.
+    taken: AtomicUsize,
+    progress: Mutex<Progress>,
+    idle: Condvar,
 }
 
-/// Counts jobs down.
 #[derive(Debug)]
-struct Latch {
-    left: Mutex<usize>,
-    zero: Condvar,
+struct Progress {
+    /// Threads that have not finished.
+    busy: usize,
+    /// When the last one had.
+    done: Instant,
 }
 
 impl TouchPool {
-    /// Makes all pages of a range exist, with `threads` threads, the calling one among them. The
-    /// range is whole pages; it must be mapped, and nobody else may use it during the call.
-    ///
-    /// # Safety
-    /// The above.
-    pub(super) unsafe fn touch(&self, start: usize, bytes: usize, threads: usize) {
-        let shares = shares(start, bytes, threads.max(1), page_bytes());
-        let latch = Arc::new(Latch { left: Mutex::new(0), zero: Condvar::new() });
-        let (own, others) = match shares.split_first() {
-            Some((own, others)) => (*own, others),
-            None => return,
-        };
-        self.hand_out(others, &latch);
-        touch_share(own);
-        latch.wait();
+    /// A pool whose threads run on these processors, or on any if none is named.
+    pub(crate) fn new(processors: Vec<u32>) -> Self {
+        TouchPool { processors, crew: Mutex::default() }
     }
 
-    fn hand_out(&self, shares: &[Share], latch: &Arc<Latch>) {
-        let mut workers = self.workers.lock();
-        while workers.len() < shares.len() {
-            let Some(worker) = Worker::start() else { break };
-            workers.push(worker);
+    /// Makes all pages of a range exist, with `threads` threads, and does `work` after that or
+    /// meanwhile. If meanwhile, pages that do not exist when `work` is done are left as they are. The
+    /// range is whole pages. Returns what `work` returned, and how long touching took.
+    ///
+    /// # Safety
+    /// The range must be mapped, and nobody may rely on what is in it until the call returns.
+    pub(super) unsafe fn touch<R>(
+        &self,
+        (start, bytes): (usize, usize),
+        threads: usize,
+        touch: Touch,
+        work: impl FnOnce() -> R,
+    ) -> (R, Duration) {
+        let begin = Instant::now();
+        let pages = Arc::new(Pages::new(start, bytes));
+        let useful = threads.clamp(1, bytes.div_ceil(CHUNK_BYTES).max(1));
+        // A single thread may as well be this one.
+        let first = touch == Touch::First || useful == 1;
+        let team = Team::new(self, &pages, if first { useful - 1 } else { useful });
+        let touched = first.then(|| {
+            pages.touch_chunks();
+            pages.wait();
+            begin.elapsed()
+        });
+        let result = work();
+        drop(team);
+        let meanwhile = || pages.progress.lock().done.saturating_duration_since(begin);
+        (result, touched.unwrap_or_else(meanwhile))
+    }
+
+    /// So many threads, or fewer if the system refuses some.
+    fn call(&self, count: usize) -> Vec<Worker> {
+        let mut crew = self.crew.lock();
+        while crew.idle.len() < count && crew.started < WORKERS_MAX {
+            let Some(worker) = Worker::start(self.processors.clone()) else { break };
+            crew.idle.push(worker);
+            crew.started += 1;
         }
-        *latch.left.lock() = shares.len();
-        for (at, &share) in shares.iter().enumerate() {
-            let job = Job { share, done: latch.clone() };
-            // With fewer threads than shares some threads get several; without any, this one does all.
-            let refused = match workers.get(at % workers.len().max(1)) {
-                Some(worker) => worker.jobs.as_ref().is_none_or(|jobs| jobs.send(job).is_err()),
-                None => true,
-            };
-            if refused {
-                touch_share(share);
-                latch.count_down();
+        let rest = crew.idle.len().saturating_sub(count);
+        crew.idle.split_off(rest)
+    }
+}
+
+/// Threads that touch pages. However it ends, nobody touches them afterwards.
+struct Team<'a> {
+    pool: &'a TouchPool,
+    pages: &'a Pages,
+    workers: Vec<Worker>,
+}
+
+impl<'a> Team<'a> {
+    fn new(pool: &'a TouchPool, pages: &'a Arc<Pages>, count: usize) -> Self {
+        let workers = pool.call(count);
+        for worker in &workers {
+            pages.progress.lock().busy += 1;
+            let jobs = worker.jobs.as_ref();
+            if jobs.is_none_or(|jobs| jobs.send(pages.clone()).is_err()) {
+                pages.finish();
             }
         }
+        Team { pool, pages, workers }
+    }
+}
+
+impl Drop for Team<'_> {
+    fn drop(&mut self) {
+        self.pages.stop();
+        self.pages.wait();
+        self.pool.crew.lock().idle.append(&mut self.workers);
     }
 }
 
 impl Worker {
-    fn start() -> Option<Worker> {
+    fn start(processors: Vec<u32>) -> Option<Worker> {
         let (jobs, queue) = channel();
         let builder = std::thread::Builder::new().name("pin-touch".to_owned());
-        let thread = builder.spawn(move || work(&queue)).ok()?;
+        let work = move || {
+            stay_on(&processors);
+            touch_all(&queue);
+        };
+        let thread = builder.spawn(work).ok()?;
         Some(Worker { jobs: Some(jobs), thread: Some(thread) })
     }
 }
@@ -97,53 +166,85 @@ impl Drop for Worker {
     }
 }
 
-fn work(queue: &Receiver<Job>) {
-    for job in queue {
-        touch_share(job.share);
-        job.done.count_down();
+fn touch_all(queue: &Receiver<Arc<Pages>>) {
+    for pages in queue {
+        pages.touch_chunks();
+        pages.finish();
     }
 }
 
-impl Latch {
-    fn count_down(&self) {
-        let mut left = self.left.lock();
-        *left -= 1;
-        if *left == 0 {
-            self.zero.notify_all();
+impl Pages {
+    fn new(start: usize, bytes: usize) -> Self {
+        let progress = Mutex::new(Progress { busy: 0, done: Instant::now() });
+        Pages { start, bytes, taken: AtomicUsize::new(0), progress, idle: Condvar::new() }
+    }
+
+    /// Touches chunks until none is left.
+    fn touch_chunks(&self) {
+        while let Some((offset, bytes)) = self.take() {
+            touch_chunk(self.start + offset, bytes);
         }
     }
 
+    /// The next chunk: offset and length.
+    fn take(&self) -> Option<(usize, usize)> {
+        let offset = self.taken.fetch_add(CHUNK_BYTES, Relaxed);
+        let rest = self.bytes.checked_sub(offset).filter(|&rest| rest > 0)?;
+        Some((offset, rest.min(CHUNK_BYTES)))
+    }
+
+    /// Leaves chunks that nobody has taken as they are.
+    fn stop(&self) {
+        self.taken.fetch_max(self.bytes, Relaxed);
+    }
+
+    /// One thread has finished.
+    fn finish(&self) {
+        let mut progress = self.progress.lock();
+        progress.busy -= 1;
+        progress.done = Instant::now();
+        if progress.busy == 0 {
+            self.idle.notify_all();
+        }
+    }
+
+    /// Waits until all threads have finished.
     fn wait(&self) {
-        let mut left = self.left.lock();
-        while *left > 0 {
-            self.zero.wait(&mut left);
+        let mut progress = self.progress.lock();
+        while progress.busy > 0 {
+            self.idle.wait(&mut progress);
         }
     }
 }
 
-/// Cuts a range into as equal shares as whole pages allow; none is empty.
-fn shares(start: usize, bytes: usize, count: usize, page: usize) -> Vec<Share> {
-    let share = bytes.div_ceil(count).next_multiple_of(page);
-    (0..count)
-        .map(|at| at * share)
-        .take_while(|&offset| offset < bytes)
-        .map(|offset| Share { start: start + offset, bytes: share.min(bytes - offset) })
-        .collect()
-}
-
-/// Makes the pages of a share exist: in one call where the system has it, else by writing to each.
-fn touch_share(share: Share) {
-    let place = std::ptr::with_exposed_provenance_mut::<u8>(share.start);
+/// Makes the pages of a chunk exist: in one call where the system has it, else by writing to each.
+fn touch_chunk(start: usize, bytes: usize) {
+    let place = std::ptr::with_exposed_provenance_mut::<u8>(start);
     // SAFETY: concerns a mapped range that is ours alone.
-    let result = unsafe { libc::madvise(place.cast(), share.bytes, libc::MADV_POPULATE_WRITE) };
+    let result = unsafe { libc::madvise(place.cast(), bytes, libc::MADV_POPULATE_WRITE) };
     if result == 0 {
         return;
     }
-    for offset in (0..share.bytes).step_by(page_bytes()) {
-        // SAFETY: stays inside the share.
+    for offset in (0..bytes).step_by(page_bytes()) {
+        // SAFETY: stays inside the chunk.
         let page = unsafe { place.add(offset) };
         // SAFETY: mapped memory that nobody else uses; new pages are zero anyway.
         unsafe { page.write_volatile(0) };
+    }
+}
+
+/// Keeps the calling thread on these processors, if it may run there.
+fn stay_on(processors: &[u32]) {
+    const PROCESSORS_MAX: usize = 1024;
+    let mut mask = [0_u64; PROCESSORS_MAX / 64];
+    for &processor in processors {
+        if let Some(word) = mask.get_mut(processor as usize / 64) {
+            *word |= 1 << (processor % 64);
+        }
+    }
+    if mask.iter().any(|word| *word != 0) {
+        // SAFETY: the mask is as long as stated; without success the thread runs anywhere, as before.
+        unsafe { libc::sched_setaffinity(0, size_of_val(&mask), mask.as_ptr().cast()) };
     }
 }
 
@@ -153,17 +254,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn shares_cover_the_range_exactly() {
-        for (bytes, count) in [(1, 1), (1, 16), (16, 16), (17, 16), (1000, 7), (5, 128)] {
-            let shares = shares(1 << 20, bytes * 4096, count, 4096);
-            let mut at = 1 << 20;
-            for share in &shares {
-                assert_eq!(share.start, at);
-                assert!(share.bytes > 0 && share.bytes.is_multiple_of(4096));
-                at += share.bytes;
+    fn chunks_cover_the_range_exactly_and_in_order() {
+        for bytes in [4096, CHUNK_BYTES, CHUNK_BYTES + 4096, 7 * CHUNK_BYTES - 4096] {
+            let pages = Pages::new(1 << 20, bytes);
+            let mut at = 0;
+            while let Some((offset, length)) = pages.take() {
+                assert_eq!(offset, at);
+                assert!(length > 0 && length.is_multiple_of(4096));
+                at += length;
             }
-            assert_eq!(at, (1 << 20) + bytes * 4096);
-            assert!(shares.len() <= count);
+            assert_eq!(at, bytes);
+            assert_eq!(pages.take(), None);
         }
     }
 
@@ -176,17 +277,53 @@ mod tests {
     }
 
     #[test]
-    fn every_page_exists_afterwards() {
+    fn every_page_exists_before_the_work_begins() {
         let pool = TouchPool::default();
         for threads in [1, 3, 8] {
-            let bytes = 600 * page_bytes();
+            let pages = 3 * CHUNK_BYTES / page_bytes() + 5;
+            let bytes = pages * page_bytes();
             let mapping = Mapping::new::<()>(bytes, None, false).expect("memory");
             assert_eq!(resident_pages(&mapping, bytes), 0);
+            let range = (mapping.start(), bytes);
+            let count = || resident_pages(&mapping, bytes);
             // SAFETY: whole pages of a mapping that only this test uses.
-            unsafe { pool.touch(mapping.start(), bytes, threads) };
-            assert_eq!(resident_pages(&mapping, bytes), 600);
+            let (resident, _) = unsafe { pool.touch(range, threads, Touch::First, count) };
+            assert_eq!(resident, pages);
         }
-        assert!(pool.workers.lock().len() <= 7, "threads are used again");
+        assert_eq!(pool.crew.lock().started, 3, "four chunks, one by this thread each time");
+    }
+
+    /// What the work waits for here only other threads do.
+    #[test]
+    fn pages_come_to_exist_while_the_work_goes_on() {
+        let pool = TouchPool::new(vec![0]);
+        let bytes = 5 * CHUNK_BYTES;
+        let mapping = Mapping::new::<()>(bytes, None, false).expect("memory");
+        let work = || {
+            while resident_pages(&mapping, bytes) < bytes / page_bytes() {
+                std::thread::yield_now();
+            }
+            42
+        };
+        // SAFETY: whole pages of a mapping that only this test uses.
+        let (result, took) =
+            unsafe { pool.touch((mapping.start(), bytes), 4, Touch::Meanwhile, work) };
+        assert_eq!(result, 42);
+        assert!(took > Duration::ZERO);
+    }
+
+    /// Work that ends early, as a failed registration does, may unmap the range.
+    #[test]
+    fn nobody_touches_the_range_after_the_call() {
+        let pool = TouchPool::default();
+        let bytes = 32 * CHUNK_BYTES;
+        let mapping = Mapping::new::<()>(bytes, None, false).expect("memory");
+        // SAFETY: whole pages of a mapping that only this test uses.
+        unsafe { pool.touch((mapping.start(), bytes), 2, Touch::Meanwhile, || ()) };
+        let resident = resident_pages(&mapping, bytes);
+        std::thread::sleep(Duration::from_millis(20));
+        assert_eq!(resident_pages(&mapping, bytes), resident);
+        assert_eq!(pool.crew.lock().idle.len(), 2, "the threads are free");
     }
 
     #[test]
@@ -195,11 +332,13 @@ mod tests {
         std::thread::scope(|scope| {
             for _ in 0..4 {
                 scope.spawn(|| {
-                    let bytes = 64 * page_bytes();
+                    let bytes = 2 * CHUNK_BYTES;
                     let mapping = Mapping::new::<()>(bytes, None, false).expect("memory");
+                    let count = || resident_pages(&mapping, bytes);
+                    let range = (mapping.start(), bytes);
                     // SAFETY: whole pages of a mapping that only this thread uses.
-                    unsafe { pool.touch(mapping.start(), bytes, 4) };
-                    assert_eq!(resident_pages(&mapping, bytes), 64);
+                    let (resident, _) = unsafe { pool.touch(range, 4, Touch::First, count) };
+                    assert_eq!(resident, bytes / page_bytes());
                 });
             }
         });

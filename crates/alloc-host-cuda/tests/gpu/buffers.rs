@@ -4,11 +4,13 @@ use crate::rig::*;
 use crate::{Outcome, Test};
 use alloc_core::DeviceId;
 use alloc_core::host::{HostConfig, HostError, NodeId, Place};
-use alloc_host_cuda::{HostFlags, PinOptions};
+use alloc_host_cuda::{HostFlags, PinOptions, PinTimes, Touch};
 use allocator_api2::vec::Vec as PinnedVec;
+use std::time::Duration;
 
 pub(crate) const TESTS: &[Test] = &[
     ("buffers_hold_what_is_written", holds_what_is_written),
+    ("pages_are_touched_first_or_meanwhile", touched),
     ("copies_go_there_and_back", there_and_back),
     ("copies_cross_registrations", crosses_registrations),
     ("a_dropped_copy_keeps_its_memory", dropped_copy),
@@ -35,6 +37,26 @@ fn holds_what_is_written(rig: &Rig) -> Outcome {
         }
         assert!(buffer(&pinned, 0).is_empty());
         pinned.check().expect("consistent");
+    }
+    Outcome::Done
+}
+
+/// Each time the memory is new, all of it is there, and the parts of the time are known.
+fn touched(rig: &Rig) -> Outcome {
+    for (touch, threads) in
+        [Touch::First, Touch::Meanwhile].into_iter().flat_map(|t| [(t, 1), (t, 8)])
+    {
+        let config = HostConfig { register_threads: threads, ..HostConfig::ours() };
+        let pinned = rig.allocator_with(config, PinOptions { touch, ..PinOptions::default() });
+        assert_eq!(pinned.pin_times(), PinTimes::default());
+        let mut large = buffer(&pinned, 9 * MIB + 5);
+        assert!(large.iter().all(|byte| *byte == 0));
+        fill(&mut large, 3);
+        assert!(is_filled(&large, 3));
+        let times = pinned.pin_times();
+        assert!(times.touch > Duration::ZERO && times.register > Duration::ZERO, "{times:?}");
+        drop(large);
+        pinned.empty_cache().expect("given back");
     }
     Outcome::Done
 }

@@ -1,10 +1,12 @@
 //! The loops that are measured. Between two readings of the clock nothing is done but what
 //! `peers/peer.cpp` does there.
 
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use alloc_core::CachingAllocator;
 use alloc_core::backend::{MemoryInfo, VirtualMemory};
 
 use super::client::Client;
@@ -91,7 +93,8 @@ pub(super) fn measure<B: VirtualMemory + MemoryInfo, C: Client<B>>(
         }
         Measurement::Churn(args) => {
             let client: C = rig.client()?;
-            let ns_per_step = digits(churn(&client, args)?, 1);
+            let (begin, end) = churn(&client, args, || {})?;
+            let ns_per_step = digits(ns_each(end - begin, args.steps), 1);
             let Churn { slots, max_log: maxlog, .. } = args;
             Ok(Figures::Churn { slots, maxlog, ns_per_step, reserved_peak: rig.reserved_peak()? })
         }
@@ -123,8 +126,13 @@ fn pairs_of<B: VirtualMemory, C: Client<B>>(
     Ok(begin.elapsed())
 }
 
-/// Nanoseconds of a step.
-fn churn<B: VirtualMemory, C: Client<B>>(client: &C, args: Churn) -> Result<f64, EngineError> {
+/// Churns, and returns when the steps that are measured began and ended. `warm` is called before
+/// them, even if a step before them has failed.
+fn churn<B: VirtualMemory, C: Client<B>>(
+    client: &C,
+    args: Churn,
+    warm: impl FnOnce(),
+) -> Result<(Instant, Instant), EngineError> {
     let mut slots: Vec<Option<C::Block>> = Vec::new();
     slots.resize_with(args.slots as usize, || None);
     let mut lcg = Lcg(args.seed);
@@ -138,41 +146,57 @@ fn churn<B: VirtualMemory, C: Client<B>>(client: &C, args: Churn) -> Result<f64,
         }
         Ok(())
     };
-    run(args.steps / 2)?;
+    let warmed = run(args.steps / 2);
+    warm();
+    warmed?;
     let begin = Instant::now();
     run(args.steps)?;
-    let time = begin.elapsed();
+    let end = Instant::now();
     for block in slots.into_iter().flatten() {
         client.free(block)?;
     }
-    Ok(ns_each(time, args.steps))
+    Ok((begin, end))
 }
 
 /// Churns on `threads` threads at once, with clients that each of them makes; million steps a second
-/// in all.
+/// of all together, from when the first begins to measure until the last is done. (The sum of what
+/// each thread reaches would be too much if some waited while others ran.)
 fn on_threads<B: VirtualMemory, C: Client<B>>(
     threads: u32,
     args: Churn,
     client: impl Fn() -> Result<C, EngineError> + Sync,
 ) -> Result<f64, EngineError> {
-    let ready = AtomicU32::new(0);
-    let one = |seed| {
-        let client = client();
-        ready.fetch_add(1, Ordering::AcqRel);
-        while ready.load(Ordering::Acquire) < threads {
+    // Until all threads have come here, the first time before and the second time after warming up.
+    let arrived = AtomicU32::new(0);
+    let meet = |times: u32| {
+        arrived.fetch_add(1, Ordering::AcqRel);
+        while arrived.load(Ordering::Acquire) < times * threads {
             thread::yield_now();
         }
-        churn(&client?, Churn { seed, ..args })
     };
-    thread::scope(|scope| {
+    let one = |seed| {
+        let client = client();
+        meet(1);
+        match client {
+            Ok(client) => churn(&client, Churn { seed, ..args }, || meet(2)),
+            Err(error) => {
+                meet(2);
+                Err(error)
+            }
+        }
+    };
+    let spans = thread::scope(|scope| {
         let start = |i| scope.spawn(move || one(FIRST_SEED + u64::from(i)));
         let running: Vec<_> = (0..threads).map(start).collect();
-        let rates = running.into_iter().map(|thread| {
-            let ns = thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
-            Ok(1e3 / ns)
-        });
-        rates.sum()
-    })
+        let join = |thread: thread::ScopedJoinHandle<'_, _>| {
+            thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        };
+        running.into_iter().map(join).collect::<Result<Vec<_>, EngineError>>()
+    })?;
+    let begin = spans.iter().map(|span| span.0).min();
+    let end = spans.iter().map(|span| span.1).max();
+    let time = end.zip(begin).map_or(Duration::ZERO, |(end, begin)| end - begin);
+    Ok(f64::from(threads) * f64::from(args.steps) / time.as_secs_f64() / 1e6)
 }
 
 fn thread_figures<B: VirtualMemory + MemoryInfo>(
@@ -225,8 +249,11 @@ fn replay<B: VirtualMemory + MemoryInfo, C: Client<B>>(
     blocks.resize_with(program.allocations, || None);
     let mut sizes = vec![0; program.allocations];
     let mut times: Vec<f32> = Vec::with_capacity(program.steps.len());
+    let mut hits: Vec<f32> = Vec::with_capacity(program.steps.len());
     let (mut live, mut requested_peak) = (0u64, 0u64);
+    let misses = Misses::counted(&rig.allocator);
     for step in &program.steps {
+        let missed = misses.count();
         let begin = Instant::now();
         let id = step.id as usize;
         if step.is_alloc {
@@ -238,26 +265,58 @@ fn replay<B: VirtualMemory + MemoryInfo, C: Client<B>>(
             clients[step.stream as usize].free(block)?;
             live -= sizes[id];
         }
-        times.push(begin.elapsed().as_nanos() as f32);
+        let time = begin.elapsed().as_nanos() as f32;
+        times.push(time);
+        if misses.count() == missed {
+            hits.push(time);
+        }
     }
     let total: f64 = times.iter().copied().map(f64::from).sum();
     times.sort_unstable_by(f32::total_cmp);
-    let at = |part: f64| f64::from(times[(times.len() as f64 * part) as usize]);
+    hits.sort_unstable_by(f32::total_cmp);
     let longest = times.last().copied().map_or(0.0, f64::from);
     let figures = Figures::Replay {
         file: program.file.clone(),
         ops: program.steps.len(),
         total_ms: digits(total / 1e6, 2),
-        p50_ns: digits(at(0.5), 0),
-        p99_ns: digits(at(0.99), 0),
+        p50_ns: digits(quantile(&times, 0.5), 0),
+        p99_ns: digits(quantile(&times, 0.99), 0),
         max_us: digits(longest / 1e3, 1),
         requested_peak,
         reserved_peak: rig.reserved_peak()?,
+        misses: misses.count(),
+        hit_p50_ns: digits(quantile(&hits, 0.5), 0),
+        hit_p99_ns: digits(quantile(&hits, 0.99), 0),
     };
     for block in blocks.into_iter().flatten() {
         clients[0].free(block)?;
     }
     Ok(figures)
+}
+
+/// The value that so great a part of the sorted ones does not exceed; 0 of none.
+fn quantile(sorted: &[f32], part: f64) -> f64 {
+    sorted.get((sorted.len() as f64 * part) as usize).copied().map_or(0.0, f64::from)
+}
+
+/// Counts the requests of an allocator that no cached block serves.
+struct Misses(Arc<AtomicUsize>);
+
+impl Misses {
+    fn counted<B: VirtualMemory>(allocator: &CachingAllocator<B>) -> Self {
+        let count = Arc::new(AtomicUsize::new(0));
+        let counter = Arc::clone(&count);
+        // Callbacks run at every miss and nowhere else; this one has nothing to free.
+        allocator.add_free_memory_callback("bench", move |_| {
+            counter.fetch_add(1, Ordering::Relaxed);
+            false
+        });
+        Misses(count)
+    }
+
+    fn count(&self) -> usize {
+        self.0.load(Ordering::Relaxed)
+    }
 }
 
 fn ns_each(time: Duration, count: u32) -> f64 {

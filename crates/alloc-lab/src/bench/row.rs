@@ -65,6 +65,12 @@ pub enum Figures {
         requested_peak: u64,
         /// Most bytes taken from the device, by the allocator's statistics.
         reserved_peak: i64,
+        /// Requests that no cached block served; the operations below are the others.
+        misses: usize,
+        /// Median time of a hit.
+        hit_p50_ns: f64,
+        /// Time that 99 of 100 hits do not exceed.
+        hit_p99_ns: f64,
     },
     /// Pairs while many other blocks are live. The peers' driver lacks this one.
     Live {

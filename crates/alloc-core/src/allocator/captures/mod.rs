@@ -6,19 +6,21 @@
 //! reasons.
 
 mod deferred;
+mod error;
 mod graph;
 
 pub(super) use deferred::Waits;
-pub use graph::{CaptureError, GraphMemory, GraphState};
+pub use error::{CaptureError, GraphState};
+pub use graph::GraphMemory;
 
 use super::check::{Violation, ensure};
 use super::{AllocResult, HeapCell, Shared};
 use crate::backend::{Backend, Capture, CaptureId, CaptureStatus, CaptureTips, GraphNodeId};
 use crate::config::Policy;
 use crate::error::{AllocError, BackendOp};
+use crate::sync::Mutex;
 use crate::trace::TraceBuffer;
 use crate::units::{PoolId, StreamId};
-use parking_lot::Mutex;
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};

@@ -161,10 +161,7 @@ impl<B: Backend> Shared<B> {
             let state = cell.state.lock();
             state.stats.get(Gauge::ActiveBytes).all.current as u64
         };
-        match &device.exact {
-            Some(exact) => exact.lock().get(Gauge::ActiveBytes).all.current as u64,
-            None => device.heaps().iter().map(active).sum(),
-        }
+        device.heaps().iter().map(active).sum()
     }
 
     fn try_by_handles(

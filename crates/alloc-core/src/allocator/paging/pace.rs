@@ -5,7 +5,7 @@
 //! moves most of the time. So time spent on moves is booked as debt, which time that passes pays off
 //! at a fixed rate (`ours_stall_share`). In debt, growth takes new memory instead, up to a bound.
 
-use parking_lot::Mutex;
+use crate::sync::Mutex;
 use std::time::Duration;
 
 /// Debt that is always allowed, in nanoseconds: more than a training run spends on mapping in all

@@ -3,8 +3,8 @@
 use super::{Hold, Pool, PoolRef};
 use crate::allocator::{AllocResult, HeapCell, Shared};
 use crate::backend::{Backend, CaptureId, CaptureStatus, Stream};
+use crate::sync::RwLock;
 use crate::units::StreamId;
-use parking_lot::RwLock;
 use std::fmt;
 use std::marker::PhantomData;
 use std::sync::Arc;
@@ -56,7 +56,7 @@ struct ThreadTag(u64);
 
 static NEXT_THREAD: AtomicU64 = AtomicU64::new(0);
 
-thread_local! {
+crate::sync::thread_local! {
     static THREAD: ThreadTag = ThreadTag(NEXT_THREAD.fetch_add(1, Ordering::Relaxed));
 }
 

@@ -2,7 +2,10 @@
 //! measurement; without a GPU it says so and does nothing.
 //!
 //! `cargo bench -p alloc-host-cuda --bench pinned [-- WORD...]`, where words select measurements by
-//! what their names begin with. `benches/peer_host.cpp` does the same with PyTorch's allocator.
+//! what their names begin with. `benches/peer_host.cpp` does the same with PyTorch's allocator, but for
+//! `parts`: the parts of a first pin.
+
+mod parts;
 
 use alloc_core::DeviceId;
 use alloc_core::host::{HostAllocation, HostConfig, Place};
@@ -38,7 +41,11 @@ fn draw(random: &mut Lcg, max_log: u64) -> u64 {
 }
 
 fn pinned(config: HostConfig) -> Pinned {
-    PinnedAllocator::new(&[DEVICE], config, PinOptions::default()).expect("a GPU")
+    pinned_with(config, PinOptions::default())
+}
+
+fn pinned_with(config: HostConfig, options: PinOptions) -> Pinned {
+    PinnedAllocator::new(&[DEVICE], config, options).expect("a GPU")
 }
 
 fn nanos_per_round(rounds: u32, mut round: impl FnMut()) -> f64 {
@@ -165,14 +172,21 @@ fn finish(in_flight: &mut VecDeque<InFlight<Streams>>) -> Buffer {
     in_flight.pop_front().expect("some are in flight").wait().expect("copied")
 }
 
-struct Run {
-    words: Vec<String>,
+struct Run<'a> {
+    words: &'a [String],
     policy: &'static str,
 }
 
-impl Run {
+/// Whether a measurement is selected. A word selects what begins with it; so does the beginning of a
+/// word, for groups.
+fn is_wanted(words: &[String], name: &str) -> bool {
+    let selects = |word: &String| name.starts_with(word.as_str()) || word.starts_with(name);
+    words.is_empty() || words.iter().any(selects)
+}
+
+impl Run<'_> {
     fn measure(&self, name: &str, unit: &str, measure: impl FnOnce() -> f64) {
-        if self.words.is_empty() || self.words.iter().any(|word| name.starts_with(word.as_str())) {
+        if is_wanted(self.words, name) {
             let (policy, value) = (self.policy, measure());
             println!("{{\"policy\":\"{policy}\",\"name\":\"{name}\",\"{unit}\":{value:.2}}}");
         }
@@ -186,7 +200,7 @@ fn main() {
     }
     let words: Vec<_> = std::env::args().skip(1).filter(|word| !word.starts_with('-')).collect();
     for (policy, config) in [("ours", HostConfig::ours()), ("pytorch", HostConfig::pytorch())] {
-        let run = Run { words: words.clone(), policy };
+        let run = Run { words: &words, policy };
         for bytes in [4096, 65_536, MIB, 16 * MIB] {
             let made = pinned(config.clone());
             run.measure(&format!("hit_{bytes}"), "ns_per_pair", || hit(&made, bytes));
@@ -210,4 +224,5 @@ fn main() {
             }
         }
     }
+    parts::measure(&|name| is_wanted(&words, name));
 }

@@ -1,59 +1,21 @@
 //! The consumer's side: memory of other processes, opened once and closed with its last user.
 
+mod close;
+mod error;
+mod imported;
+
+pub use error::ImportError;
+pub use imported::Imported;
+
 use super::{MemoryId, PieceKind, SharedBlock};
-use crate::backend::{
-    Backend, BackendError, Completion, DeviceKey, ErrorKind, Page, Refused, Reservation, Segment,
-    SharePages, Stream, Token,
-};
+use crate::backend::{Backend, DeviceKey, Page, Reservation, Segment, SharePages, Token};
 use crate::error::BackendOp;
-use crate::units::{Addr, DeviceId, StreamId};
+use crate::units::{Addr, DeviceId};
 use parking_lot::{Mutex, ReentrantMutex};
 use std::any::Any;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
-
-/// Why a shared block could not be opened. Nothing stays open of it.
-#[derive(Debug)]
-#[non_exhaustive]
-pub enum ImportError<E> {
-    /// The description contradicts itself, or the tokens do not go with it.
-    Malformed(&'static str),
-    /// No device of the backend is the one that the memory is on. Make it visible to this process.
-    NoSuchDevice(DeviceKey),
-    /// A backend call failed.
-    Backend {
-        /// The call.
-        op: BackendOp,
-        /// What it said.
-        source: E,
-    },
-}
-
-impl<E: fmt::Display> fmt::Display for ImportError<E> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            ImportError::Malformed(why) => write!(f, "not a shared block: {why}"),
-            ImportError::NoSuchDevice(key) => {
-                write!(
-                    f,
-                    "the memory is on a device that this process does not see: {:02x?}",
-                    key.0
-                )
-            }
-            ImportError::Backend { op, source } => write!(f, "cannot {op}: {source}"),
-        }
-    }
-}
-
-impl<E: std::error::Error + 'static> std::error::Error for ImportError<E> {
-    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
-        match self {
-            ImportError::Backend { source, .. } => Some(source),
-            _ => None,
-        }
-    }
-}
 
 type ImportResult<T, B> = Result<T, ImportError<<B as Backend>::Error>>;
 
@@ -152,82 +114,6 @@ struct Leaving<B: SharePages> {
     /// Streams on which an event could not be recorded so far.
     unrecorded: Vec<B::Stream>,
     lease: Box<dyn Any + Send>,
-}
-
-/// A block of another process, open here. Dropping it waits for nothing: the memory is closed, and
-/// its producer told, when the work on it is done and the [`Importer`] looks.
-pub struct Imported<B: SharePages> {
-    shared: Arc<Shared<B>>,
-    key: SpanKey,
-    device: DeviceId,
-    addr: Addr,
-    bytes: u64,
-    /// What the producer queued before it sent the block.
-    ready: Option<Token<B::Descriptor>>,
-    uses: Mutex<Vec<B::Stream>>,
-    lease: Option<Box<dyn Any + Send>>,
-}
-
-impl<B: SharePages> fmt::Debug for Imported<B> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Imported")
-            .field("device", &self.device)
-            .field("addr", &self.addr)
-            .field("bytes", &self.bytes)
-            .finish_non_exhaustive()
-    }
-}
-
-impl<B: SharePages> Imported<B> {
-    /// Where it begins here.
-    pub fn addr(&self) -> Addr {
-        self.addr
-    }
-
-    /// Its length.
-    pub fn bytes(&self) -> u64 {
-        self.bytes
-    }
-
-    /// Where its memory is, by the number it has here.
-    pub fn device(&self) -> DeviceId {
-        self.device
-    }
-
-    /// To be called before the first work that uses the block is queued on `stream`: that work will
-    /// wait for what the producer did before it sent the block, and the block for that work.
-    ///
-    /// # Errors
-    /// [`ImportError::Backend`] if the producer's event cannot be waited for. The stream must not use
-    /// the block then.
-    pub fn use_on(&self, stream: &B::Stream) -> ImportResult<(), B> {
-        let mut uses = self.uses.lock();
-        if uses.iter().any(|used| used.id() == stream.id()) {
-            return Ok(());
-        }
-        if let Some(ready) = &self.ready {
-            let awaited = self.shared.backend.await_event(stream, ready);
-            awaited.map_err(fault(BackendOp::AwaitEvent))?;
-        }
-        uses.push(stream.clone());
-        Ok(())
-    }
-
-    /// The streams that [`use_on`](Self::use_on) was called for.
-    pub fn used_on(&self) -> Vec<StreamId> {
-        self.uses.lock().iter().map(Stream::id).collect()
-    }
-}
-
-impl<B: SharePages> Drop for Imported<B> {
-    fn drop(&mut self) {
-        let unrecorded = std::mem::take(self.uses.get_mut());
-        let Some(lease) = self.lease.take() else { return };
-        let key = Arc::clone(&self.key);
-        let leaving = Leaving { key, events: Vec::new(), unrecorded, lease };
-        self.shared.leaving.lock().push(leaving);
-        self.shared.collect();
-    }
 }
 
 impl<B: SharePages> Importer<B> {
@@ -435,169 +321,5 @@ impl<B: SharePages> Shared<B> {
                 Err(error)
             }
         }
-    }
-}
-
-/// Closing.
-impl<B: SharePages> Shared<B> {
-    /// Ends one use of each page; those without a use are given back.
-    fn leave_pages(&self, pages: impl IntoIterator<Item = (MemoryId, Arc<B::Page>)>) {
-        let ids: Vec<MemoryId> = pages.into_iter().map(|(id, _)| id).collect();
-        ids.into_iter().for_each(|id| self.leave_page(id));
-    }
-
-    fn leave_page(&self, id: MemoryId) {
-        let mut table = self.table.lock();
-        let Some(open) = table.pages.get_mut(&id) else { return };
-        open.users -= 1;
-        if open.users == 0 {
-            drop(table);
-            self.discard_page(id);
-        }
-    }
-
-    /// Gives an unused page back. One that is refused stays, to be used or given back later.
-    fn discard_page(&self, id: MemoryId) {
-        let Some(OpenPage { page, bytes, device, .. }) = self.table.lock().pages.remove(&id) else {
-            return;
-        };
-        let Some(page) = Arc::into_inner(page) else { return };
-        if let Err(Refused { value, .. }) = self.backend.destroy(page) {
-            let open = OpenPage { page: Arc::new(value), bytes, device, users: 0 };
-            self.table.lock().pages.insert(id, open);
-        }
-    }
-
-    /// Unmaps and closes; returns what is left if that fails half-way.
-    fn close(&self, backing: Backing<B>) -> Result<(), Backing<B>> {
-        match backing {
-            Backing::Segment(opened) => {
-                let closed = self.backend.close_segment(opened);
-                closed.map_err(|refused| Backing::Segment(refused.value))
-            }
-            Backing::Pages { reservation, mut mapped } => {
-                while let Some((at, id, bytes)) = mapped.pop() {
-                    if self.backend.unmap(&reservation, at, bytes).is_err() {
-                        mapped.push((at, id, bytes));
-                        return Err(Backing::Pages { reservation, mapped });
-                    }
-                    self.leave_page(id);
-                }
-                let unreserved = self.backend.unreserve(reservation);
-                unreserved.map_err(|refused| Backing::Pages { reservation: refused.value, mapped })
-            }
-        }
-    }
-
-    /// Ends one use of a span.
-    fn leave_span(&self, key: &SpanKey) {
-        let mut table = self.table.lock();
-        let Some(span) = table.spans.get_mut(key) else { return };
-        span.users = span.users.saturating_sub(1);
-        if span.users == 0 {
-            drop(table);
-            self.close_span(key);
-        }
-    }
-
-    /// Closes an unused span. A segment that cannot be closed may be used again; of pages, some may
-    /// be unmapped by then.
-    fn close_span(&self, key: &SpanKey) {
-        let Some(span) = self.table.lock().spans.remove(key) else { return };
-        let Span { base, bytes, device, backing, .. } = span;
-        match self.close(backing) {
-            Ok(()) => {}
-            Err(backing @ Backing::Segment(_)) => {
-                let span = Span { base, bytes, device, users: 0, backing };
-                self.table.lock().spans.insert(Arc::clone(key), span);
-            }
-            Err(rest) => self.table.lock().unclosed.push(rest),
-        }
-    }
-
-    /// Closes what has no user and whose work is done. Waits for nothing.
-    fn collect(&self) {
-        let mut done = Vec::new();
-        {
-            let _turn = self.turn.lock();
-            self.retry();
-            let leaving = std::mem::take(&mut *self.leaving.lock());
-            let mut waiting = Vec::new();
-            for mut entry in leaving {
-                if self.is_done(&mut entry) {
-                    self.leave_span(&entry.key);
-                    done.push(entry.lease);
-                } else {
-                    waiting.push(entry);
-                }
-            }
-            self.leaving.lock().extend(waiting);
-        }
-        // With nothing locked: the lease may tell somebody.
-        drop(done);
-    }
-
-    /// Tries once more to close what could not be closed.
-    fn retry(&self) {
-        let (unclosed, spans, pages) = {
-            let mut table = self.table.lock();
-            let unclosed = std::mem::take(&mut table.unclosed);
-            let spans = table.spans.iter().filter(|(_, span)| span.users == 0);
-            let spans: Vec<SpanKey> = spans.map(|(key, _)| Arc::clone(key)).collect();
-            let pages = table.pages.iter().filter(|(_, page)| page.users == 0);
-            let pages: Vec<MemoryId> = pages.map(|(id, _)| *id).collect();
-            (unclosed, spans, pages)
-        };
-        for backing in unclosed {
-            if let Err(rest) = self.close(backing) {
-                self.table.lock().unclosed.push(rest);
-            }
-        }
-        spans.iter().for_each(|key| self.close_span(key));
-        pages.into_iter().for_each(|id| self.discard_page(id));
-    }
-
-    /// Whether all work on a dropped block is done.
-    fn is_done(&self, entry: &mut Leaving<B>) -> bool {
-        let Leaving { events, unrecorded, .. } = entry;
-        unrecorded.retain(|stream| match self.backend.record(stream) {
-            Ok(event) => {
-                events.push(event);
-                false
-            }
-            // Nothing runs on a lost device.
-            Err(error) => error.kind() != ErrorKind::DeviceLost,
-        });
-        events.retain(|event| match self.backend.query(event) {
-            Ok(completion) => completion == Completion::Pending,
-            Err(error) => error.kind() != ErrorKind::DeviceLost,
-        });
-        events.is_empty() && unrecorded.is_empty()
-    }
-
-    /// Waits for all work on a dropped block. Returns whether that worked.
-    fn wait(&self, entry: &mut Leaving<B>) -> bool {
-        self.is_done(entry);
-        entry.events.iter().for_each(|event| {
-            let _ = self.backend.wait(event);
-        });
-        self.is_done(entry)
-    }
-}
-
-impl<B: SharePages> Drop for Shared<B> {
-    /// Waits for the work on what was dropped, then closes everything. Memory under work that cannot
-    /// be waited for stays open, and its producer is not told.
-    fn drop(&mut self) {
-        let mut leases = Vec::new();
-        for mut entry in std::mem::take(self.leaving.get_mut()) {
-            if self.wait(&mut entry) {
-                self.leave_span(&entry.key);
-                leases.push(entry.lease);
-            } else {
-                std::mem::forget(entry);
-            }
-        }
-        self.retry();
     }
 }
