@@ -9,7 +9,7 @@ use super::engine::{Ask, Engine, PoolOf, REQUEST_BYTES_MAX, Result};
 use super::error::{HostError, HostFreeError, HostOp};
 use super::events::Scan;
 use super::heap::Cut;
-use super::home::{After, BlockRef, Freed};
+use super::home::{BlockRef, Freed};
 use super::pools::{DEFAULT, PoolError};
 use super::stats::HostStats;
 use super::store::Store;
@@ -28,9 +28,12 @@ use std::time::Duration;
 /// and all memory is given back, except segments that hold allocations which were never freed:
 /// those are leaked, as somebody may still use them.
 pub struct HostAllocator<B: HostBackend> {
+    /// The one of `shared`, near at hand.
+    engine: Arc<Engine<B>>,
     shared: Arc<Shared<B>>,
 }
 
+/// What ends with the last clone.
 struct Shared<B: HostBackend> {
     engine: Arc<Engine<B>>,
     background: Background,
@@ -45,7 +48,7 @@ impl<B: HostBackend> Drop for Shared<B> {
 
 impl<B: HostBackend> Clone for HostAllocator<B> {
     fn clone(&self) -> Self {
-        HostAllocator { shared: Arc::clone(&self.shared) }
+        HostAllocator { engine: Arc::clone(&self.engine), shared: Arc::clone(&self.shared) }
     }
 }
 
@@ -66,12 +69,13 @@ impl<B: HostBackend> HostAllocator<B> {
     pub fn new(backend: B, config: HostConfig) -> std::result::Result<Self, HostConfError> {
         config.validate()?;
         let engine = Arc::new(Engine::new(backend, config));
-        let shared = Shared { engine, background: Background::new() };
-        Ok(HostAllocator { shared: Arc::new(shared) })
+        let shared = Shared { engine: Arc::clone(&engine), background: Background::new() };
+        Ok(HostAllocator { engine, shared: Arc::new(shared) })
     }
 
+    #[inline(always)]
     pub(super) fn engine(&self) -> &Engine<B> {
-        &self.shared.engine
+        &self.engine
     }
 
     /// The backend.
@@ -118,7 +122,7 @@ impl<B: HostBackend> HostAllocator<B> {
     /// # Errors
     /// As [`allocate`](HostAllocator::allocate).
     pub fn allocate_on(&self, bytes: u64, place: Place) -> Result<HostAllocation, B> {
-        self.serve(bytes, place, self.engine().pools.default_pool())
+        self.hit(bytes, place)
     }
 
     /// Allocates `bytes` for work on `stream`: from the private pool of the capture that the stream
@@ -139,9 +143,14 @@ impl<B: HostBackend> HostAllocator<B> {
         }
     }
 
-    /// The path of a hit is short, and all in one place: it costs little more than its lock.
-    #[inline(always)]
-    fn serve(&self, bytes: u64, place: Place, pool: &PoolOf<B>) -> Result<HostAllocation, B> {
+    /// Serves a request of any kind.
+    #[inline(never)]
+    pub(super) fn serve(
+        &self,
+        bytes: u64,
+        place: Place,
+        pool: &PoolOf<B>,
+    ) -> Result<HostAllocation, B> {
         let engine = self.engine();
         if bytes == 0 || bytes > REQUEST_BYTES_MAX {
             return self.refuse(bytes);
@@ -158,7 +167,7 @@ impl<B: HostBackend> HostAllocator<B> {
 
     /// Serves what the heap at hand does not.
     #[inline(never)]
-    fn serve_from_afar(&self, ask: Ask<'_, B>) -> Result<HostAllocation, B> {
+    pub(super) fn serve_from_afar(&self, ask: Ask<'_, B>) -> Result<HostAllocation, B> {
         let engine = self.engine();
         if !engine.is_ours() {
             self.process_inline(ask.pool)?;
@@ -208,7 +217,7 @@ impl<B: HostBackend> HostAllocator<B> {
         if pool.slot != DEFAULT || !engine.options.background() {
             return;
         }
-        let worker = Arc::clone(&self.shared.engine);
+        let worker = Arc::clone(&self.engine);
         self.shared.background.ensure(engine.config.background_period, move || worker.tick());
     }
 
@@ -222,22 +231,12 @@ impl<B: HostBackend> HostAllocator<B> {
         &self,
         allocation: HostAllocation,
     ) -> std::result::Result<(), HostFreeError<B::Error>> {
-        let engine = self.engine();
-        let context = &allocation.context;
-        if context.owner == engine.owner && context.block.pool == DEFAULT {
-            let (home, id) = (context.block.home, context.block.id);
-            let freed = engine.pools.default_pool().store.free_unused(home, id);
-            if freed == Freed::Done(After::Nothing) {
-                return Ok(());
-            }
-            return self.finish_free(allocation, freed);
-        }
-        self.finish_free(allocation, Freed::Used)
+        self.free_hit(allocation)
     }
 
     /// The rest of a free that was not over at once. [`Freed::Used`]: nothing is done yet.
     #[inline(never)]
-    fn finish_free(
+    pub(super) fn finish_free(
         &self,
         allocation: HostAllocation,
         freed: Freed,
@@ -386,13 +385,16 @@ impl<B: HostBackend> HostAllocator<B> {
     /// Sets every peak to its current value, and forgets the longest and shortest times.
     pub fn reset_peak_stats(&self) {
         self.engine().pins.reset_peak();
-        self.engine().each_pool(|pool| pool.store.each_ledger(|ledger| ledger.reset_peak()));
+        self.engine()
+            .each_pool(|pool| pool.store.each_ledger(|ledger| ledger.figures().reset_peak()));
     }
 
     /// Sets all sums of increases and decreases, and of times and their counts, to 0.
     pub fn reset_accumulated_stats(&self) {
         self.engine().pins.reset_accumulated();
-        self.engine().each_pool(|pool| pool.store.each_ledger(|ledger| ledger.reset_accumulated()));
+        self.engine().each_pool(|pool| {
+            pool.store.each_ledger(|ledger| ledger.figures().reset_accumulated())
+        });
     }
 
     /// Begins a capture: from now on, requests for streams that `filter` accepts are served by the

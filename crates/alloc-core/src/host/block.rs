@@ -70,6 +70,25 @@ pub(crate) struct Block<S> {
     pub(crate) uses: Uses<S>,
 }
 
+impl<S> Block<S> {
+    /// Hands it to a client; it is free, and `index` is its slot.
+    #[inline(always)]
+    pub(crate) fn start(&mut self, index: u32, requested: u64) -> Taken {
+        debug_assert!(matches!(self.state, State::Free | State::Recent), "{:?}", self.state);
+        self.state = State::Live;
+        self.requested = requested;
+        self.generation = self.generation.wrapping_add(1);
+        let id = BlockId { index, generation: self.generation };
+        Taken { id, addr: self.addr, bytes: self.bytes }
+    }
+
+    /// Whether it is all of its span.
+    #[inline(always)]
+    pub(crate) fn is_whole_span(&self) -> bool {
+        self.prev == NONE && self.next == NONE
+    }
+}
+
 /// A slab of blocks. Slots are reused; generations only grow, so a stale id never resolves.
 #[derive(Debug)]
 pub(crate) struct BlockTable<S> {
@@ -128,13 +147,12 @@ impl<S: PartialEq> BlockTable<S> {
     /// Hands a free block to a client.
     #[inline]
     pub(crate) fn start(&mut self, index: u32, requested: u64) -> Taken {
-        let block = &mut self.blocks[index as usize];
-        debug_assert!(matches!(block.state, State::Free | State::Recent), "{:?}", block.state);
-        block.state = State::Live;
-        block.requested = requested;
-        block.generation = block.generation.wrapping_add(1);
-        let id = BlockId { index, generation: block.generation };
-        Taken { id, addr: block.addr, bytes: block.bytes }
+        self[index].start(index, requested)
+    }
+
+    #[inline(always)]
+    pub(crate) fn get_mut(&mut self, index: u32) -> Option<&mut Block<S>> {
+        self.blocks.get_mut(index as usize)
     }
 
     pub(crate) fn get(&self, index: u32) -> Option<&Block<S>> {
@@ -142,7 +160,7 @@ impl<S: PartialEq> BlockTable<S> {
     }
 
     /// The block of an allocation that its client still holds.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn live(&mut self, id: BlockId) -> Option<&mut Block<S>> {
         self.blocks
             .get_mut(id.index as usize)
@@ -187,12 +205,14 @@ impl<S: PartialEq> BlockTable<S> {
 
 impl<S> std::ops::Index<u32> for BlockTable<S> {
     type Output = Block<S>;
+    #[inline(always)]
     fn index(&self, index: u32) -> &Block<S> {
         &self.blocks[index as usize]
     }
 }
 
 impl<S> std::ops::IndexMut<u32> for BlockTable<S> {
+    #[inline(always)]
     fn index_mut(&mut self, index: u32) -> &mut Block<S> {
         &mut self.blocks[index as usize]
     }

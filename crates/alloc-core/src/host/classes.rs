@@ -237,13 +237,8 @@ impl<S: PartialEq> ClassStore<S> {
                 draining.push((home, id, pending));
             }
         }
-        let ledger = &bucket.ledger;
-        let kept = [
-            ledger.active_requests.current(),
-            ledger.active_bytes.current(),
-            ledger.requested_bytes.current(),
-            ledger.draining_bytes,
-        ];
+        let [requests, active, requested] = bucket.ledger.active();
+        let kept = [requests, active, requested, bucket.ledger.draining_bytes];
         ensure(free == bucket.free.len(), "H4", || format!("class {home} lists blocks twice"))?;
         ensure(kept == sums, "H6", || {
             format!("class {home} keeps {kept:?}, its blocks say {sums:?}")

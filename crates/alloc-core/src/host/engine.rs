@@ -48,7 +48,7 @@ pub(crate) struct Engine<B: HostBackend> {
     pub(crate) reserve: Reserve,
     pub(crate) counters: Counters,
     /// The node of requests that name no place: that of device 0 if there is one.
-    any_node: NodeId,
+    pub(crate) any_node: NodeId,
 }
 
 #[derive(Debug, Default)]

@@ -4,7 +4,6 @@ use super::backend::HostBackend;
 use super::engine::{Engine, Result, StreamOf};
 use super::error::{HostError, HostOp};
 use super::home::{After, BlockRef};
-use super::slabs::node_of;
 use super::store::Store;
 use crate::backend::Completion;
 use crate::units::StreamId;
@@ -182,15 +181,14 @@ impl<B: HostBackend> Engine<B> {
                 self.pools.with(pool, |pool| {
                     if let Store::Slabs(slabs) = &pool.store {
                         slabs.return_surplus(home);
-                        let node = node_of(home);
-                        self.give_back_excess(pool, slabs, node);
+                        self.give_back_excess(pool, slabs, slabs.node_of(home));
                     }
                 });
             }
             After::Excess => {
                 self.pools.with(pool, |pool| {
                     if let Store::Slabs(slabs) = &pool.store {
-                        self.give_back_excess(pool, slabs, node_of(home));
+                        self.give_back_excess(pool, slabs, slabs.node_of(home));
                     }
                 });
             }

@@ -24,23 +24,26 @@ pub(crate) struct Idle {
 
 #[derive(Debug)]
 pub(crate) struct Heap<S> {
-    table: BlockTable<S>,
+    pub(super) table: BlockTable<S>,
     free: FreeIndex,
-    recent: Recent,
+    pub(super) recent: Recent,
     /// First addresses of all blocks that are not in `free`, from the first search on. Programs that
     /// keep their allocations never search.
     starts: Option<BTreeMap<Addr, u32>>,
     /// How many spans are one free block, and their bytes.
-    idle: usize,
-    idle_bytes: u64,
-    next_stamp: u64,
+    pub(super) idle: u32,
+    pub(super) idle_bytes: u64,
+    pub(super) next_stamp: u64,
+    /// Wholly free spans, and free bytes, that it keeps at most.
+    pub(super) idle_max: u32,
+    pub(super) free_bytes_max: u64,
     /// Bytes of the smallest span ever added: no idle one is smaller.
     span_bytes_min: u64,
     /// Bytes of all spans.
     bytes: u64,
     /// Bytes lent to shards.
     lent: u64,
-    ledger: Ledger,
+    pub(super) ledger: Ledger,
     role: Role,
     /// Memory of blocks that were not to be cached.
     leaving: Vec<Span>,
@@ -71,11 +74,15 @@ pub(crate) enum Role {
 
 /// Wholly free runs that a shard holds at most. More than it gives back at once, as a run that
 /// empties is often wanted again soon, and the way to the central heap and back is long.
-const SPARE_RUNS_MAX: usize = 8;
+const SPARE_RUNS_MAX: u32 = 8;
 
 impl<S: PartialEq> Heap<S> {
     /// Block sizes will be multiples of `granule`, a power of two.
     pub(crate) fn new(granule: u64, role: Role) -> Self {
+        let (idle_max, free_bytes_max) = match role {
+            Role::Central { free_bytes_max } => (u32::MAX, free_bytes_max),
+            Role::Shard => (SPARE_RUNS_MAX, u64::MAX),
+        };
         Heap {
             table: BlockTable::default(),
             free: FreeIndex::new(granule),
@@ -84,6 +91,8 @@ impl<S: PartialEq> Heap<S> {
             idle: 0,
             idle_bytes: 0,
             next_stamp: 0,
+            idle_max,
+            free_bytes_max,
             span_bytes_min: u64::MAX,
             bytes: 0,
             lent: 0,
@@ -99,8 +108,9 @@ impl<S: PartialEq> Heap<S> {
     }
 
     /// Bytes that are neither a client's nor a shard's.
+    #[inline]
     pub(crate) fn free_bytes(&self) -> u64 {
-        self.bytes - self.lent - self.ledger.active_bytes.current()
+        self.free.bytes() + self.recent.bytes()
     }
 
     /// Bytes of the largest free block, as far as merged.
@@ -137,7 +147,6 @@ impl<S: PartialEq> Heap<S> {
     }
 
     /// Hands out a block of at least `bytes`, a multiple of the granule.
-    #[inline(always)]
     pub(crate) fn take(&mut self, bytes: u64, requested: u64, cut: Cut) -> Option<Taken> {
         let index = match self.recent.take(bytes) {
             Some(index) => {
@@ -214,7 +223,7 @@ impl<S: PartialEq> Heap<S> {
 
     /// Removes all wholly free spans but the `keep` smallest.
     pub(crate) fn remove_idle_beyond(&mut self, keep: usize) -> Vec<Run> {
-        if self.idle <= keep {
+        if self.idle as usize <= keep {
             return Vec::new();
         }
         self.idle().into_iter().skip(keep).filter_map(|idle| self.remove_idle(idle)).collect()
@@ -238,7 +247,6 @@ impl<S: PartialEq> Heap<S> {
         }
     }
 
-    #[inline(always)]
     fn hand_out(&mut self, index: u32, requested: u64) -> Taken {
         let taken = self.table.start(index, requested);
         self.ledger.start(taken.bytes, requested);
@@ -306,11 +314,11 @@ impl<S: PartialEq> Heap<S> {
     }
 
     fn is_whole_span(&self, index: u32) -> bool {
-        let block = &self.table[index];
-        block.prev == NONE && block.next == NONE
+        self.table[index].is_whole_span()
     }
 
     /// Joins a block with its free neighbours and makes the result available.
+    #[inline(never)]
     fn merge(&mut self, index: u32) {
         self.forget_start(index);
         let was_idle = self.table[index].state == State::Recent && self.is_whole_span(index);
@@ -335,8 +343,8 @@ impl<S: PartialEq> Heap<S> {
 
     /// Counts a block that has become free, if it is a whole span.
     fn note_idle(&mut self, index: u32) {
-        if self.is_whole_span(index) {
-            let block = &mut self.table[index];
+        let block = &mut self.table[index];
+        if block.is_whole_span() {
             self.idle += 1;
             self.idle_bytes += block.bytes;
             block.idle_stamp = self.next_stamp;
@@ -345,7 +353,6 @@ impl<S: PartialEq> Heap<S> {
     }
 
     /// Takes [`note_idle`](Heap::note_idle) back.
-    #[inline]
     fn note_busy(&mut self, index: u32) {
         if self.is_whole_span(index) {
             self.idle -= 1;
@@ -366,6 +373,19 @@ impl<S: PartialEq> Heap<S> {
             self.table[next].prev = index;
         }
         self.table.remove(gone);
+    }
+
+    /// Forgets a block that is not to be cached.
+    #[cold]
+    fn let_go(&mut self, index: u32) -> After {
+        let block = &mut self.table[index];
+        let span = Span { base: block.addr, bytes: block.bytes };
+        block.state = State::Free;
+        self.forget_start(index);
+        self.table.remove(index);
+        self.bytes -= span.bytes;
+        self.leaving.push(span);
+        After::Unpin
     }
 
     /// Puts a merged block into the index.
@@ -402,27 +422,23 @@ impl<S: PartialEq> Home<S> for Heap<S> {
         std::mem::take(&mut self.leaving)
     }
 
-    #[inline(always)]
     fn put_back(&mut self, index: u32) -> After {
         let block = &mut self.table[index];
-        let span = Span { base: block.addr, bytes: block.bytes };
         if block.uncached {
-            block.state = State::Free;
-            self.forget_start(index);
-            self.table.remove(index);
-            self.bytes -= span.bytes;
-            self.leaving.push(span);
-            return After::Unpin;
+            return self.let_go(index);
         }
         block.state = State::Recent;
+        let bytes = block.bytes;
         self.note_idle(index);
-        if let Some(oldest) = self.recent.push(span.bytes, index) {
+        if let Some(oldest) = self.recent.push(bytes, index) {
             self.merge(oldest);
         }
-        match self.role {
-            Role::Shard if self.idle > SPARE_RUNS_MAX => After::Surplus,
-            Role::Central { free_bytes_max } if self.free_bytes() > free_bytes_max => After::Excess,
-            _ => After::Nothing,
+        if self.idle > self.idle_max {
+            After::Surplus
+        } else if self.free_bytes() > self.free_bytes_max {
+            After::Excess
+        } else {
+            After::Nothing
         }
     }
 }
@@ -480,24 +496,26 @@ impl<S: PartialEq> Heap<S> {
 
     fn check_totals(&self, seen: &Seen, sums: &HeapSums) -> Result<(), Violation> {
         let total: u64 = sums.spans.iter().map(|span| span.bytes).sum();
-        let ledger = &self.ledger;
+        let [requests, active, requested] = self.ledger.active();
         let recent: Vec<_> = self.recent.iter().collect();
         let same = |name: &str, kept: u64, counted: u64| {
             ensure(kept == counted, "H6", || format!("{name} is {kept}, blocks say {counted}"))
         };
         same("bytes of spans", self.bytes, total)?;
         same("number of blocks in spans", self.table.iter().count() as u64, seen.blocks)?;
-        same("idle spans", self.idle as u64, seen.idle)?;
+        same("idle spans", self.idle.into(), seen.idle)?;
         same("bytes of idle spans", self.idle_bytes, seen.idle_bytes)?;
         same("lent bytes", self.lent, seen.lent)?;
-        same("active requests", ledger.active_requests.current(), seen.active)?;
-        same("active bytes", ledger.active_bytes.current(), seen.active_bytes)?;
-        same("requested bytes", ledger.requested_bytes.current(), seen.requested)?;
-        same("draining bytes", ledger.draining_bytes, seen.draining)?;
+        same("active requests", requests, seen.active)?;
+        same("active bytes", active, seen.active_bytes)?;
+        same("requested bytes", requested, seen.requested)?;
+        same("draining bytes", self.ledger.draining_bytes, seen.draining)?;
         let starts = self.starts.as_ref().map_or(seen.started, |starts| starts.len() as u64);
         same("starts", starts, seen.started)?;
         same("free bytes in the index", self.free.bytes(), seen.free)?;
         same("blocks kept apart", recent.len() as u64, seen.recent)?;
+        let recent_bytes = recent.iter().map(|(bytes, _)| bytes).sum();
+        same("bytes kept apart", self.recent.bytes(), recent_bytes)?;
         let mut free: Vec<_> = self.free.iter().map(|block| block.index).collect();
         free.sort_unstable();
         ensure(free == seen.free_blocks(), "H4", || {

@@ -74,7 +74,7 @@ pub(crate) trait Home<S: PartialEq> {
     fn take_leaving(&mut self) -> Vec<Span>;
 
     /// A client gives its allocation back: done, if nothing used it.
-    #[inline]
+    #[inline(always)]
     fn free_unused(&mut self, id: BlockId) -> Freed {
         match self.table().live(id) {
             Some(block) if block.uses.is_empty() => Freed::Done(self.end(id.index)),
@@ -118,7 +118,6 @@ pub(crate) trait Home<S: PartialEq> {
         Some(self.end(id.index))
     }
 
-    #[inline]
     fn end(&mut self, index: u32) -> After {
         let block = &self.table()[index];
         let (bytes, requested) = (block.bytes, block.requested);

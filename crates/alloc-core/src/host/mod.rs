@@ -56,6 +56,7 @@ mod error;
 mod events;
 mod free_index;
 mod heap;
+mod hit;
 mod home;
 mod ladder;
 mod options;

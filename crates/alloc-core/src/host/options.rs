@@ -1,6 +1,7 @@
 //! The settings that may change while the allocator runs, readable without a lock.
 
 use super::config::HostConfig;
+use super::engine::REQUEST_BYTES_MAX;
 use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU64, Ordering::Relaxed};
 
 #[derive(Debug)]
@@ -11,7 +12,7 @@ pub(crate) struct Options {
     free_catch_all: AtomicBool,
     /// `u64::MAX`: unlimited.
     round_bytes_max: AtomicU64,
-    /// `u64::MAX`: unlimited.
+    /// At most [`REQUEST_BYTES_MAX`].
     cached_block_bytes_max: AtomicU64,
 }
 
@@ -35,8 +36,10 @@ impl Options {
         self.background.store(config.background, Relaxed);
         self.free_catch_all.store(config.free_catch_all, Relaxed);
         self.round_bytes_max.store(config.round_bytes_max.unwrap_or(u64::MAX), Relaxed);
-        self.cached_block_bytes_max
-            .store(config.cached_block_bytes_max.unwrap_or(u64::MAX), Relaxed);
+        self.cached_block_bytes_max.store(
+            config.cached_block_bytes_max.unwrap_or(u64::MAX).min(REQUEST_BYTES_MAX),
+            Relaxed,
+        );
     }
 
     /// Threads that touch memory before it is registered; `None`: the driver allocates.
@@ -52,7 +55,8 @@ impl Options {
         self.free_catch_all.load(Relaxed)
     }
 
-    /// Whether blocks of that many bytes are kept when freed.
+    /// Whether blocks of that many bytes are kept when freed. None of impossible sizes are.
+    #[inline(always)]
     pub(crate) fn is_cached(&self, bytes: u64) -> bool {
         bytes <= self.cached_block_bytes_max.load(Relaxed)
     }

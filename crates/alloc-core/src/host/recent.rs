@@ -17,15 +17,51 @@ pub(crate) struct Recent {
     /// Size and slot of each, oldest first.
     blocks: [(u64, u32); RECENT_MAX],
     len: usize,
+    bytes: u64,
 }
 
 impl Recent {
+    /// Bytes of all blocks.
+    #[inline]
+    pub(crate) fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// Size and slot of the youngest block, if it fits as [`take`](Recent::take) means it.
+    #[inline(always)]
+    pub(crate) fn youngest(&self, bytes: u64) -> Option<(u64, u32)> {
+        let youngest = *self.blocks.get(self.len.wrapping_sub(1))?;
+        (youngest.0.wrapping_sub(bytes) <= slack(bytes)).then_some(youngest)
+    }
+
+    /// Drops the block that [`youngest`](Recent::youngest) named.
+    #[inline(always)]
+    pub(crate) fn drop_youngest(&mut self) {
+        self.pop();
+    }
+
+    #[inline(always)]
+    pub(crate) fn is_full(&self) -> bool {
+        self.len >= RECENT_MAX
+    }
+
+    /// Adds a block; there is room.
+    #[inline(always)]
+    pub(crate) fn add(&mut self, bytes: u64, index: u32) {
+        if let Some(place) = self.blocks.get_mut(self.len) {
+            *place = (bytes, index);
+            self.len += 1;
+            self.bytes += bytes;
+        }
+    }
+
     /// Takes the youngest block that fits `bytes` without waste worth splitting off.
     #[inline]
     pub(crate) fn take(&mut self, bytes: u64) -> Option<u32> {
         let fits = |&(size, _): &(u64, u32)| size.wrapping_sub(bytes) <= slack(bytes);
         let at = self.blocks[..self.len].iter().rposition(fits)?;
-        let index = self.blocks[at].1;
+        let (bytes, index) = self.blocks[at];
+        self.bytes -= bytes;
         self.len -= 1;
         // Mostly it is the last one, and nothing moves.
         for next in at..self.len {
@@ -37,21 +73,26 @@ impl Recent {
     /// Adds a block; returns the one that it pushes out.
     #[inline]
     pub(crate) fn push(&mut self, bytes: u64, index: u32) -> Option<u32> {
-        if self.len < RECENT_MAX {
-            self.blocks[self.len] = (bytes, index);
-            self.len += 1;
+        if !self.is_full() {
+            self.add(bytes, index);
             return None;
         }
-        let oldest = self.blocks[0].1;
+        self.bytes += bytes;
+        let (oldest_bytes, oldest) = self.blocks[0];
+        self.bytes -= oldest_bytes;
         self.blocks.copy_within(1.., 0);
         self.blocks[RECENT_MAX - 1] = (bytes, index);
         Some(oldest)
     }
 
     /// Takes the youngest block.
+    #[inline(always)]
     pub(crate) fn pop(&mut self) -> Option<u32> {
-        self.len = self.len.checked_sub(1)?;
-        Some(self.blocks[self.len].1)
+        let len = self.len.wrapping_sub(1);
+        let (bytes, index) = *self.blocks.get(len)?;
+        self.len = len;
+        self.bytes -= bytes;
+        Some(index)
     }
 
     pub(crate) fn iter(&self) -> impl Iterator<Item = (u64, u32)> + '_ {
@@ -75,8 +116,9 @@ mod tests {
         assert_eq!(recent.take(4096), Some(1));
         assert_eq!(recent.take(4096), None, "1/32 more is not, nor is less");
         assert_eq!(recent.take(8192), None);
+        assert_eq!(recent.bytes(), 4096 + 128);
         assert_eq!(recent.pop(), Some(4));
-        assert_eq!(recent.pop(), None);
+        assert_eq!((recent.pop(), recent.bytes()), (None, 0));
     }
 
     #[test]
@@ -87,6 +129,7 @@ mod tests {
         }
         assert_eq!(recent.push(64, 99), Some(0));
         assert_eq!(recent.push(64, 100), Some(1));
+        assert_eq!(recent.bytes(), 64 * RECENT_MAX as u64);
         assert_eq!(recent.take(64), Some(100));
         assert_eq!(recent.iter().map(|(_, index)| index).next(), Some(2));
     }

@@ -28,33 +28,9 @@ const RUN_BYTES_MAX: u64 = 4 << 20;
 /// Wholly free runs that a shard keeps when it gives the others back.
 const SPARE_RUNS_KEPT: usize = 4;
 
-// A home is a node and, in the low bits, 0 for its central heap or 1 + the number of a shard.
-const NODE_SHIFT: u32 = 8;
-const SHARD_MASK: u32 = (1 << NODE_SHIFT) - 1;
-
-fn central_home(node: NodeId) -> u32 {
-    (node.index() as u32) << NODE_SHIFT
-}
-
-fn shard_home(node: NodeId, shard: usize) -> u32 {
-    central_home(node) + 1 + shard as u32
-}
-
-/// The node of a home.
-pub(crate) fn node_of(home: u32) -> NodeId {
-    NodeId::new((home >> NODE_SHIFT) as u16)
-}
-
-fn is_central(home: u32) -> bool {
-    home & SHARD_MASK == 0
-}
-
-type HeapLock<S> = Padded<ShortLock<Heap<S>>>;
-
-#[derive(Debug)]
-struct Node<S> {
-    central: HeapLock<S>,
-    shards: Box<[HeapLock<S>]>,
+/// What all heaps of a node share.
+#[derive(Debug, Default)]
+struct Node {
     /// Threads that are pinning memory for this node right now.
     growing: AtomicU32,
     /// Bytes that may be pinned before the shards are searched again; see [`SlabStore::may_search`].
@@ -65,7 +41,9 @@ struct Node<S> {
 
 #[derive(Debug)]
 pub(crate) struct SlabStore<S> {
-    nodes: Box<[Node<S>]>,
+    /// By home.
+    heaps: Box<[Padded<ShortLock<Heap<S>>>]>,
+    nodes: Box<[Node]>,
     /// Number of shards of a node, a power of two.
     shards: usize,
     granule: u64,
@@ -80,15 +58,12 @@ impl<S: PartialEq> SlabStore<S> {
         let shards = usize::from(shards).next_power_of_two();
         let cached_bytes_max = config.cached_bytes_max.unwrap_or(u64::MAX);
         let heap = |granule, role| Padded(ShortLock::new(Heap::new(granule, role)));
-        let node = |_| Node {
-            central: heap(PIN_ALIGN, Role::Central { free_bytes_max: cached_bytes_max }),
-            shards: (0..shards).map(|_| heap(config.granule_bytes, Role::Shard)).collect(),
-            growing: AtomicU32::new(0),
-            unsearched: AtomicU64::new(0),
-            spread: AtomicBool::new(false),
-        };
+        let central = || heap(PIN_ALIGN, Role::Central { free_bytes_max: cached_bytes_max });
+        let shard = |_| heap(config.granule_bytes, Role::Shard);
+        let heaps = |_| std::iter::once(central()).chain((0..shards).map(shard));
         SlabStore {
-            nodes: (0..nodes).map(node).collect(),
+            heaps: (0..nodes).flat_map(heaps).collect(),
+            nodes: (0..nodes).map(|_| Node::default()).collect(),
             shards,
             granule: config.granule_bytes,
             small_bytes_max: config.small_bytes_max,
@@ -99,28 +74,37 @@ impl<S: PartialEq> SlabStore<S> {
     /// The size of the block that a request gets, give or take a little slack.
     pub(crate) fn round(&self, bytes: u64) -> u64 {
         let granule = if self.is_small(bytes) { self.granule } else { PIN_ALIGN };
-        // A power of two, so that no division is needed.
-        (bytes + granule - 1) & !(granule - 1)
+        round_to(bytes, granule)
     }
 
     fn is_small(&self, bytes: u64) -> bool {
         bytes <= self.small_bytes_max
     }
 
-    fn place(&self, home: u32) -> (&Node<S>, usize) {
-        (&self.nodes[(home >> NODE_SHIFT) as usize], (home & SHARD_MASK) as usize)
+    /// The home of a node's central heap; those of its shards follow.
+    #[inline(always)]
+    fn central_home(&self, node: NodeId) -> u32 {
+        (node.index() * (1 + self.shards)) as u32
     }
 
-    #[inline]
+    #[inline(always)]
+    fn shard_home(&self, node: NodeId, shard: usize) -> u32 {
+        self.central_home(node) + 1 + shard as u32
+    }
+
+    /// The node of a home.
+    pub(crate) fn node_of(&self, home: u32) -> NodeId {
+        NodeId::new((home as usize / (1 + self.shards)) as u16)
+    }
+
+    #[inline(always)]
     pub(crate) fn heap(&self, home: u32) -> ShortGuard<'_, Heap<S>> {
-        match self.place(home) {
-            (node, 0) => node.central.lock(),
-            (node, shard) => node.shards[shard - 1].lock(),
-        }
+        self.heaps[home as usize].lock()
     }
 
+    #[inline(always)]
     fn central(&self, node: NodeId) -> ShortGuard<'_, Heap<S>> {
-        self.nodes[node.index()].central.lock()
+        self.heap(self.central_home(node))
     }
 
     pub(crate) fn node_ids(&self) -> impl Iterator<Item = NodeId> + use<S> {
@@ -129,7 +113,7 @@ impl<S: PartialEq> SlabStore<S> {
 
     /// The homes of a node: central first, then the shards.
     fn homes(&self, node: NodeId) -> std::ops::Range<u32> {
-        central_home(node)..shard_home(node, self.shards)
+        self.central_home(node)..self.shard_home(node, self.shards)
     }
 
     /// All homes with their heaps locked, one after the other.
@@ -138,14 +122,39 @@ impl<S: PartialEq> SlabStore<S> {
             .flat_map(move |node| self.homes(node).map(move |home| (home, self.heap(home))))
     }
 
-    /// A block for `requested` bytes from what the heap of the calling thread has at hand.
+    /// The heap that serves the calling thread, and the size of the block that a request gets there.
     #[inline(always)]
+    pub(crate) fn at_hand(&self, node: NodeId, requested: u64) -> (u32, u64) {
+        let central = self.central_home(node);
+        let (home, granule) = match self.is_small(requested) {
+            true => (central + 1 + (shard_hint::get() & (self.shards - 1)) as u32, self.granule),
+            false => (central, PIN_ALIGN),
+        };
+        (home, round_to(requested, granule))
+    }
+
+    /// The heap [`at_hand`](SlabStore::at_hand), unless it is locked now.
+    #[inline(always)]
+    pub(crate) fn try_enter(&self, home: u32) -> Option<ShortGuard<'_, Heap<S>>> {
+        let heap = self.try_heap(home)?;
+        shard_hint::entered();
+        Some(heap)
+    }
+
+    /// A heap, unless it is locked now or there is none of that number.
+    #[inline(always)]
+    pub(crate) fn try_heap(&self, home: u32) -> Option<ShortGuard<'_, Heap<S>>> {
+        self.heaps.get(home as usize)?.try_lock()
+    }
+
+    /// A block for `requested` bytes from what the heap of the calling thread has at hand.
     pub(crate) fn take_at_hand(&self, node: NodeId, requested: u64, cut: Cut) -> Option<Served> {
         let bytes = self.round(requested);
         let (home, mut heap) = if self.is_small(requested) {
             self.enter(node)
         } else {
-            (central_home(node), self.central(node))
+            let home = self.central_home(node);
+            (home, self.heap(home))
         };
         let taken = heap.take(bytes, requested, cut)?;
         Some((home, taken))
@@ -169,23 +178,22 @@ impl<S: PartialEq> SlabStore<S> {
     /// next.
     #[inline(always)]
     fn enter(&self, node: NodeId) -> (u32, ShortGuard<'_, Heap<S>>) {
-        let shards = &self.nodes[node.index()].shards;
-        let shard = shard_hint::get() & (self.shards - 1);
-        if let Some(heap) = shards[shard].try_lock() {
-            shard_hint::entered();
-            return (shard_home(node, shard), heap);
+        let home = self.shard_home(node, shard_hint::get() & (self.shards - 1));
+        if let Some(heap) = self.try_enter(home) {
+            return (home, heap);
         }
-        let shard = shard_hint::collided() & (self.shards - 1);
-        (shard_home(node, shard), shards[shard].lock())
+        let home = self.shard_home(node, shard_hint::collided() & (self.shards - 1));
+        (home, self.heap(home))
     }
 
     /// A run for a shard: as large as wished, or as there is, but no less than `least`.
     #[cold]
     pub(crate) fn borrow_run(&self, home: u32, wish: u64, least: u64, cut: Cut) -> Option<Run> {
-        if home != shard_home(node_of(home), 0) {
-            self.nodes[node_of(home).index()].spread.store(true, Ordering::Relaxed);
+        let node = self.node_of(home);
+        if home != self.shard_home(node, 0) {
+            self.nodes[node.index()].spread.store(true, Ordering::Relaxed);
         }
-        let mut central = self.central(node_of(home));
+        let mut central = self.central(node);
         let least = least.next_multiple_of(PIN_ALIGN);
         let bytes = wish.min(central.largest_free()).max(least);
         central.lend(bytes, home, cut).or_else(|| central.lend(least, home, cut))
@@ -234,14 +242,14 @@ impl<S: PartialEq> SlabStore<S> {
     /// Adds a pinned segment and serves a request from it.
     pub(crate) fn add_and_take(&self, node: NodeId, span: Span, requested: u64) -> Served {
         let bytes = self.round(requested);
-        let home = central_home(node);
         let mut central = self.central(node);
         central.add_span(span);
         if !self.is_small(requested) {
             let taken = central.take(bytes, requested, Cut::Freely);
-            return (home, taken.expect("a segment serves the request that it was pinned for"));
+            let taken = taken.expect("a segment serves the request that it was pinned for");
+            return (self.central_home(node), taken);
         }
-        let home = shard_home(node, shard_hint::get() & (self.shards - 1));
+        let home = self.shard_home(node, shard_hint::get() & (self.shards - 1));
         let run = central
             .lend(run_bytes(0, bytes).min(span.bytes), home, Cut::Freely)
             .expect("a segment is no smaller than its first run");
@@ -251,7 +259,7 @@ impl<S: PartialEq> SlabStore<S> {
 
     /// Adds a pinned segment as one block that leaves when it is freed.
     pub(crate) fn add_uncached(&self, node: NodeId, span: Span, requested: u64) -> Served {
-        (central_home(node), self.central(node).add_uncached(span, requested))
+        (self.central_home(node), self.central(node).add_uncached(span, requested))
     }
 
     /// Adds a pinned segment as free memory.
@@ -261,7 +269,7 @@ impl<S: PartialEq> SlabStore<S> {
 
     /// Gives runs back that a shard does not need. Call after a block was released there.
     pub(crate) fn return_surplus(&self, home: u32) {
-        let node = node_of(home);
+        let node = self.node_of(home);
         let runs = self.heap(home).remove_idle_beyond(SPARE_RUNS_KEPT);
         let mut central = self.central(node);
         runs.into_iter().for_each(|run| central.reclaim(run));
@@ -306,7 +314,7 @@ impl<S: PartialEq> SlabStore<S> {
 
     /// The live allocation that holds `addr`, and where it starts.
     pub(crate) fn find(&self, node: NodeId, addr: Addr) -> Option<(u32, BlockId, Addr)> {
-        let mut home = central_home(node);
+        let mut home = self.central_home(node);
         loop {
             let found = self.heap(home).find(addr)?;
             match found {
@@ -361,7 +369,7 @@ impl<S: PartialEq> SlabStore<S> {
                 let sums = self.heap(home).check()?;
                 draining.extend(sums.draining.iter().map(|&(id, pending)| (home, id, pending)));
                 lent.extend(sums.lent);
-                if is_central(home) {
+                if home == self.central_home(node) {
                     spans.extend(sums.spans.iter().map(|&span| (node, span)));
                 } else {
                     borrowed.extend(sums.spans.iter().map(|&span| (home, span)));
@@ -375,6 +383,12 @@ impl<S: PartialEq> SlabStore<S> {
         }
         Ok(())
     }
+}
+
+/// The next multiple of a power of two.
+#[inline(always)]
+fn round_to(bytes: u64, power: u64) -> u64 {
+    (bytes + power - 1) & !(power - 1)
 }
 
 /// How much a shard that holds `held` bytes should borrow for a request of `bytes`: a share of what
@@ -476,7 +490,7 @@ mod tests {
         let store = SlabStore::<u32>::new(&HostConfig::ours(), 1, 4);
         store.restore(node, Span { base: Addr::new(1 << 40), bytes: 128 * MIB });
         assert!((0..9).all(|_| store.may_search(node, MIB)), "one shard has no other threads");
-        let run = store.borrow_run(shard_home(node, 1), MIB, 4096, Cut::Freely);
+        let run = store.borrow_run(store.shard_home(node, 1), MIB, 4096, Cut::Freely);
         assert!(run.is_some());
         assert!(store.may_search(node, MIB));
         assert!((0..4).all(|_| !store.may_search(node, MIB)), "4 of 128 MiB are free to pin");

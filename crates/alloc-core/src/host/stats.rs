@@ -120,6 +120,13 @@ impl Gauge {
         self.peak = self.peak.max(self.current());
     }
 
+    /// As many changes at once.
+    fn apply(&mut self, run: &Run, amount: u64) {
+        self.peak = self.peak.max(self.current() + run.rise() * amount);
+        self.up += run.starts * amount;
+        self.down += run.ends * amount;
+    }
+
     #[inline]
     fn decrease(&mut self, amount: u64) {
         self.down += amount;
@@ -168,6 +175,11 @@ impl Tally {
         self.count.decrease(1);
         self.bytes.decrease(bytes);
     }
+
+    fn apply(&mut self, run: &Run) {
+        self.count.apply(run, 1);
+        self.bytes.apply(run, run.bytes);
+    }
 }
 
 type Tallies = Box<[Tally; BUCKETS]>;
@@ -176,32 +188,133 @@ fn tallies() -> Tallies {
     Box::new([Tally::default(); BUCKETS])
 }
 
+/// Requests of one size that are served and freed one after the other, as programs do in loops: only
+/// counted, until a request of another size comes.
+#[derive(Clone, Copy, Debug, Default)]
+struct Run {
+    bytes: u64,
+    requested: u64,
+    starts: u64,
+    ends: u64,
+    /// [`rise`](Run::rise), up to the last end.
+    high: u64,
+}
+
+impl Run {
+    /// By how many blocks more were active than at the beginning, at most.
+    fn rise(&self) -> u64 {
+        self.high.max(self.starts.saturating_sub(self.ends))
+    }
+}
+
 /// What the clients hold of one container; changed under the container's lock.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub(crate) struct Ledger {
+    /// Not in `figures` yet.
+    run: Run,
+    figures: Figures,
+    /// Bytes of freed blocks that wait for events.
+    pub(crate) draining_bytes: u64,
+}
+
+/// The figures of a [`Ledger`].
+#[derive(Clone, Debug)]
+pub(crate) struct Figures {
     pub(crate) active_requests: Gauge,
     pub(crate) active_bytes: Gauge,
     pub(crate) requested_bytes: Gauge,
-    /// Bytes of freed blocks that wait for events.
-    pub(crate) draining_bytes: u64,
     by_class: Tallies,
 }
 
-impl Default for Ledger {
+impl Default for Figures {
     fn default() -> Self {
-        Ledger {
+        Figures {
             active_requests: Gauge::default(),
             active_bytes: Gauge::default(),
             requested_bytes: Gauge::default(),
-            draining_bytes: 0,
             by_class: tallies(),
         }
     }
 }
 
 impl Ledger {
+    /// A block is handed out.
     #[inline]
     pub(crate) fn start(&mut self, bytes: u64, requested: u64) {
+        if !self.is_run_of(bytes, requested) {
+            self.begin_run(bytes, requested);
+        }
+        self.start_again();
+    }
+
+    /// A block is free again.
+    #[inline]
+    pub(crate) fn end(&mut self, bytes: u64, requested: u64) {
+        if !self.is_run_of(bytes, requested) {
+            self.begin_run(bytes, requested);
+        }
+        self.end_again();
+    }
+
+    /// Whether the last block was of that size.
+    #[inline(always)]
+    pub(crate) fn is_run_of(&self, bytes: u64, requested: u64) -> bool {
+        self.run.bytes == bytes && self.run.requested == requested
+    }
+
+    /// As [`start`](Ledger::start), of a block of the same size as the last one.
+    #[inline(always)]
+    pub(crate) fn start_again(&mut self) {
+        self.run.starts += 1;
+    }
+
+    /// As [`end`](Ledger::end), of a block of the same size as the last one.
+    #[inline(always)]
+    pub(crate) fn end_again(&mut self) {
+        let run = &mut self.run;
+        if run.starts > run.ends + run.high {
+            run.high = run.starts - run.ends;
+        }
+        run.ends += 1;
+    }
+
+    #[inline(never)]
+    fn begin_run(&mut self, bytes: u64, requested: u64) {
+        self.settle();
+        self.run = Run { bytes, requested, ..Run::default() };
+    }
+
+    /// Brings the figures up to date.
+    fn settle(&mut self) {
+        let run = std::mem::take(&mut self.run);
+        match (run.starts, run.ends) {
+            (1, 0) => self.figures.start(run.bytes, run.requested),
+            (0, 1) => self.figures.end(run.bytes, run.requested),
+            _ => self.figures.apply(&run),
+        }
+    }
+
+    /// What is active now: blocks, their bytes, and those that were asked for.
+    pub(crate) fn active(&self) -> [u64; 3] {
+        let Ledger { run, figures, .. } = self;
+        let now = |gauge: &Gauge, each| gauge.current() + run.starts * each - run.ends * each;
+        [
+            now(&figures.active_requests, 1),
+            now(&figures.active_bytes, run.bytes),
+            now(&figures.requested_bytes, run.requested),
+        ]
+    }
+
+    /// The figures of now.
+    pub(crate) fn figures(&mut self) -> &mut Figures {
+        self.settle();
+        &mut self.figures
+    }
+}
+
+impl Figures {
+    #[inline]
+    fn start(&mut self, bytes: u64, requested: u64) {
         self.active_requests.increase(1);
         self.active_bytes.increase(bytes);
         self.requested_bytes.increase(requested);
@@ -209,11 +322,18 @@ impl Ledger {
     }
 
     #[inline]
-    pub(crate) fn end(&mut self, bytes: u64, requested: u64) {
+    fn end(&mut self, bytes: u64, requested: u64) {
         self.active_requests.decrease(1);
         self.active_bytes.decrease(bytes);
         self.requested_bytes.decrease(requested);
         self.by_class[bucket_of(bytes)].decrease(bytes);
+    }
+
+    fn apply(&mut self, run: &Run) {
+        self.active_requests.apply(run, 1);
+        self.active_bytes.apply(run, run.bytes);
+        self.requested_bytes.apply(run, run.requested);
+        self.by_class[bucket_of(run.bytes)].apply(run);
     }
 
     fn each(&mut self) -> impl Iterator<Item = &mut Gauge> {
@@ -354,12 +474,13 @@ impl HostStats {
         }
     }
 
-    pub(crate) fn add(&mut self, ledger: &Ledger) {
-        self.active_requests.add(&ledger.active_requests);
-        self.active_bytes.add(&ledger.active_bytes);
-        self.requested_bytes.add(&ledger.requested_bytes);
+    pub(crate) fn add(&mut self, ledger: &mut Ledger) {
         self.draining_bytes += ledger.draining_bytes;
-        for (bucket, active) in self.buckets.iter_mut().zip(ledger.by_class.iter()) {
+        let figures = ledger.figures();
+        self.active_requests.add(&figures.active_requests);
+        self.active_bytes.add(&figures.active_bytes);
+        self.requested_bytes.add(&figures.requested_bytes);
+        for (bucket, active) in self.buckets.iter_mut().zip(figures.by_class.iter()) {
             bucket.active_requests.add(&active.count);
             bucket.active_bytes.add(&active.bytes);
         }
@@ -450,6 +571,40 @@ mod tests {
         assert_eq!(stat, DurationStat::default());
     }
 
+    /// A run is the same as its single changes, whatever they are.
+    #[test]
+    fn runs_lose_nothing() {
+        let sizes = [(4096, 4000), (4096, 4096), (512, 1), (1 << 24, 1 << 24)];
+        let (mut runs, mut plain) = (Ledger::default(), Figures::default());
+        let mut active = Vec::new();
+        let mut state = 1_u64;
+        for step in 0..3000 {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            let random = (state >> 33) as usize;
+            // Long runs, short ones, and none.
+            let size = sizes[if step % 1000 < 500 { random / 16 % 4 } else { step / 7 % 4 }];
+            if random.is_multiple_of(2) {
+                runs.start(size.0, size.1);
+                plain.start(size.0, size.1);
+                active.push(size);
+            } else if let Some(at) = active.iter().rposition(|&other| other == size) {
+                active.swap_remove(at);
+                runs.end(size.0, size.1);
+                plain.end(size.0, size.1);
+            }
+            if step % 97 == 0 {
+                let gauges = |figures: &mut Figures| -> Vec<_> {
+                    figures.each().map(|gauge| gauge.stat()).collect()
+                };
+                assert_eq!(gauges(runs.figures()), gauges(&mut plain), "step {step}");
+            }
+            if step % 400 == 0 {
+                runs.figures().reset_peak();
+                plain.reset_peak();
+            }
+        }
+    }
+
     #[test]
     fn every_flattened_name_can_be_asked_for() {
         let mut pins = PinLedger::default();
@@ -457,7 +612,7 @@ mod tests {
         let mut ledger = Ledger::default();
         ledger.start(4096, 4000);
         let mut stats = HostStats::new(&pins);
-        stats.add(&ledger);
+        stats.add(&mut ledger);
         let rows = stats.flatten();
         assert_eq!(rows.len(), 5 * 4 + 2 * 4 + 2);
         assert!(rows.is_sorted());
