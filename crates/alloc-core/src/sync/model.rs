@@ -36,6 +36,10 @@ impl<T> Mutex<T> {
         MutexGuard(Some(self.0.lock().expect(POISONED)))
     }
 
+    pub(crate) fn get_mut(&mut self) -> &mut T {
+        self.0.get_mut().expect(POISONED)
+    }
+
     pub(crate) fn try_lock(&self) -> Option<MutexGuard<'_, T>> {
         self.0.try_lock().ok().map(|guard| MutexGuard(Some(guard)))
     }
@@ -83,10 +87,6 @@ impl<T> ReentrantMutex<T> {
         ReentrantMutexGuard(self)
     }
 
-    pub(crate) fn try_lock(&self) -> Option<ReentrantMutexGuard<'_, T>> {
-        Self::enter(&mut self.holder.lock()).then(|| ReentrantMutexGuard(self))
-    }
-
     fn enter(holder: &mut Option<(thread::ThreadId, u32)>) -> bool {
         let me = thread::current().id();
         let (who, times) = holder.get_or_insert((me, 0));
@@ -129,6 +129,12 @@ impl<T> RwLock<T> {
 
     pub(crate) fn write(&self) -> tool::sync::RwLockWriteGuard<'_, T> {
         self.0.write().expect(POISONED)
+    }
+}
+
+impl<T: Default> Default for RwLock<T> {
+    fn default() -> Self {
+        RwLock::new(T::default())
     }
 }
 
