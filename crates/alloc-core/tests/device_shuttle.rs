@@ -7,10 +7,11 @@
 
 use alloc_core::config::{PeakMode, Settings};
 use alloc_core::{Addr, CachingAllocator, Config, DeviceId, Policy, PoolOptions};
-use mock_backend::{Judged, MockBackend, MockStream};
+use mock_backend::{Call, Judged, MockBackend, MockStream};
 use shuttle::rand::{Rng, thread_rng};
 use shuttle::thread;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 
 const DEV: DeviceId = DeviceId::new(0);
 const KIB: u64 = 1 << 10;
@@ -65,6 +66,7 @@ fn play(capacity: u64, act: fn(&Stage, usize)) {
             };
             let threads: Vec<_> = (0..THREADS).map(start).collect();
             threads.into_iter().for_each(|thread| thread.join().expect("no panic"));
+            stage.judged.backend.clear_hook(Call::Query);
             let Ok(Stage { judged, .. }) = Arc::try_unwrap(stage) else { panic!("all are done") };
             judged.subject.check().expect("consistent");
             judged.backend.sync();
@@ -158,5 +160,35 @@ fn pools_come_and_go() {
             }
         }
         live.into_iter().for_each(|addr| stage.judged.free(addr).expect("live"));
+    });
+}
+
+/// The backend, asked about an event, asks for memory of its own, while other threads flush and wait
+/// for that event: nobody waits for ever.
+#[test]
+fn a_query_that_asks_for_memory() {
+    play(64 * MIB, |stage, n| {
+        let Stage { judged, streams } = stage;
+        let (alloc, stream) = (judged.subject.clone(), streams[2]);
+        let asking = AtomicBool::new(false);
+        judged.backend.set_hook(Call::Query, move |_| {
+            if !asking.swap(true, SeqCst) {
+                if let Ok(addr) = alloc.allocate_raw(24 * MIB, &stream) {
+                    alloc.free_raw(addr).expect("live");
+                }
+                asking.store(false, SeqCst);
+            }
+        });
+        let mut live = Vec::new();
+        for bytes in [MIB, 30 * MIB, 50 * MIB] {
+            if let Ok(addr) = judged.allocate(bytes, &streams[n]) {
+                judged.use_on(addr, &streams[(n + 1) % THREADS]).expect("live");
+                live.push(addr);
+            }
+            live.drain(..).for_each(|addr| judged.free(addr).expect("live"));
+        }
+        if n == 0 {
+            judged.subject.empty_cache().expect("emptied");
+        }
     });
 }

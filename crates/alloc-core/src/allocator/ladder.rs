@@ -36,7 +36,7 @@ impl<B: Backend> Shared<B> {
         }
         let served = {
             let device = &self.devices[cell.device.index()];
-            let _growth = device.growth.lock();
+            let _growth = device.lock_growth();
             // Whoever held the lock since the search may have left a block that fits.
             let found = self.edit(cell, &mut op.trace, |body, ledger| {
                 let block = body.heap.serve_again(request, ledger)?;

@@ -87,6 +87,10 @@ impl<T> ReentrantMutex<T> {
         ReentrantMutexGuard(self)
     }
 
+    pub(crate) fn try_lock(&self) -> Option<ReentrantMutexGuard<'_, T>> {
+        Self::enter(&mut self.holder.lock()).then(|| ReentrantMutexGuard(self))
+    }
+
     fn enter(holder: &mut Option<(thread::ThreadId, u32)>) -> bool {
         let me = thread::current().id();
         let (who, times) = holder.get_or_insert((me, 0));
