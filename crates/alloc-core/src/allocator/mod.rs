@@ -286,7 +286,8 @@ impl<B: Backend> Shared<B> {
     #[inline]
     fn owner_of(&self, addr: Addr) -> Option<(&Arc<HeapCell<B>>, SegmentId)> {
         let owner = self.directory.owner(addr)?;
-        Some((self.heaps.get(owner.heap)?, owner.segment))
+        let cell = self.heaps.get(owner.heap).expect("I11: the directory names heaps that exist");
+        Some((cell, owner.segment))
     }
 
     fn locate(&self, addr: Addr) -> Option<Located> {

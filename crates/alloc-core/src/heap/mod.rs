@@ -120,6 +120,16 @@ impl Heap {
         if self.rules.counts_searches {
             self.pool.count_search(request.class);
         }
+        self.serve_again(request, ledger)
+    }
+
+    /// [`serve`](Self::serve) for a request whose search was counted before.
+    #[inline]
+    pub(crate) fn serve_again(
+        &mut self,
+        request: &Request,
+        ledger: &mut Ledger<'_>,
+    ) -> Option<BlockIdx> {
         let (key, free) = self.candidate(request)?;
         let block = &self.blocks[free];
         if self.refuses_oversize(block, request) {
