@@ -1,7 +1,7 @@
 //! `cargo xtask ci`: the one entry for all checks.
 
 use crate::workspace::Workspace;
-use crate::{clippy, docs, fmt, loom, package, test, tidy};
+use crate::{clippy, docs, fmt, loom, package, shuttle, test, tidy};
 use anyhow::{Result, bail};
 use clap::builder::PossibleValuesParser;
 use std::time::{Duration, Instant};
@@ -35,7 +35,7 @@ struct Step {
 }
 
 /// All checks, in order.
-const STEPS: [Step; 7] = [
+const STEPS: [Step; 8] = [
     Step {
         name: "tidy",
         about: "house rules: crate graph, unsafe, manifests, text",
@@ -45,6 +45,11 @@ const STEPS: [Step; 7] = [
     Step { name: "clippy", about: "lints of all targets, warnings as errors", run: clippy::run },
     Step { name: "test", about: "cargo test --workspace", run: test::all },
     Step { name: "loom", about: "models of races between threads", run: loom::check },
+    Step {
+        name: "shuttle",
+        about: "whole allocators under a few orders of their threads",
+        run: shuttle::check,
+    },
     Step { name: "docs", about: "documentation, warnings as errors", run: docs::check },
     Step {
         name: "package",

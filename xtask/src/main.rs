@@ -10,6 +10,7 @@ mod gpu_test;
 mod loom;
 mod package;
 mod process;
+mod shuttle;
 mod soak;
 mod test;
 mod tidy;
@@ -41,6 +42,7 @@ enum Verb {
     Clippy,
     Test(test::Args),
     Loom(loom::Args),
+    Shuttle(shuttle::Args),
     Soak(soak::Args),
     Docs(docs::Args),
     /// Package every published crate, then use the packages from outside the workspace
@@ -76,6 +78,7 @@ fn dispatch(verb: Verb) -> Result<()> {
         Verb::Clippy => clippy::run(&workspace),
         Verb::Test(args) => test::run(&workspace, &args),
         Verb::Loom(args) => loom::run(&workspace, &args),
+        Verb::Shuttle(args) => shuttle::run(&workspace, &args),
         Verb::Soak(args) => soak::run(&workspace, &args),
         Verb::Docs(args) => docs::run(&workspace, &args),
         Verb::Package => package::run(&workspace),

@@ -11,7 +11,7 @@ use crate::sync::atomic::{AtomicU64, Ordering};
 use crate::units::Addr;
 
 /// Little where loom counts every cell.
-const LEVEL_BITS: u32 = if cfg!(loom) { 1 } else { 12 };
+const LEVEL_BITS: u32 = if cfg!(loom) { 2 } else { 12 };
 const FANOUT: usize = 1 << LEVEL_BITS;
 const PAGE_BITS: u32 = SEGMENT_ALIGN.ilog2();
 /// Addresses at and above this one cannot be registered.

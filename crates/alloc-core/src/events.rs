@@ -54,11 +54,13 @@ struct Fifo<E> {
     /// The thread that has the head in hand and asks the backend about it. Others leave the queue
     /// alone so that its order stays.
     holder: Option<ThreadId>,
+    /// The backend, asked about the head, asks for memory that has to wait for somebody else's growth.
+    holder_waits: bool,
 }
 
 impl<E> Default for Fifo<E> {
     fn default() -> Self {
-        Fifo { entries: VecDeque::new(), holder: None }
+        Fifo { entries: VecDeque::new(), holder: None, holder_waits: false }
     }
 }
 
@@ -166,7 +168,8 @@ impl<B: Backend> EventQueue<B> {
     }
 
     /// As [`take_head`](Self::take_head), but waits for another thread that has it. `None` if the
-    /// queue is empty, or this very thread has the head.
+    /// queue is empty, this very thread has the head, or whoever has it waits for growth, which the
+    /// caller may be about.
     pub(crate) fn wait_for_head(&self, stream: StreamId) -> Option<Head<'_, B>> {
         let mut fifos = self.fifos.lock();
         loop {
@@ -174,9 +177,20 @@ impl<B: Backend> EventQueue<B> {
             match fifo.holder {
                 None => return self.take(stream, fifo),
                 Some(holder) if holder == thread::current().id() => return None,
+                Some(_) if fifo.holder_waits => return None,
                 Some(_) => self.let_go.wait(&mut fifos),
             }
         }
+    }
+
+    /// Says of the heads in this thread's hand whether the thread waits for growth.
+    pub(crate) fn set_waiting(&self, waits: bool) {
+        let mut fifos = self.fifos.lock();
+        let me = thread::current().id();
+        for fifo in fifos.values_mut().filter(|fifo| fifo.holder == Some(me)) {
+            fifo.holder_waits = waits;
+        }
+        self.let_go.notify_all();
     }
 
     fn take(&self, stream: StreamId, fifo: &mut Fifo<B::Event>) -> Option<Head<'_, B>> {

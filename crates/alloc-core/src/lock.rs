@@ -60,14 +60,15 @@ impl<T> fmt::Debug for Lock<T> {
     }
 }
 
-/// Pauses of the processor before the first look: some hundred nanoseconds, a few times what a hit
+/// Pauses of the processor before the first look: about a microsecond, some twenty times what a hit
 /// holds the lock.
-const FIRST_PAUSES: u32 = 8;
+const FIRST_PAUSES: u32 = 32;
 
-/// Pauses between two looks at most: some ten microseconds, as long as dozens of hits.
-const PAUSES_MAX: u32 = 256;
+/// Pauses between two looks at most: some fifty microseconds, as long as hundreds of hits. What
+/// other lengths give is in `docs/adr/0009-spinning-heap-lock.md`.
+const PAUSES_MAX: u32 = 1024;
 
-/// Looks after which a thread has waited long enough (about a millisecond) and no longer stays away.
+/// Looks after which a thread has waited long enough (a few milliseconds) and no longer stays away.
 const PATIENCE: u32 = 100;
 
 /// Pauses between two looks of such a thread.

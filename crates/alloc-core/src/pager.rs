@@ -123,7 +123,7 @@ pub(crate) struct PageStore<B: VirtualMemory> {
 }
 
 impl<B: VirtualMemory> PageStore<B> {
-    pub(crate) const fn new(backend: Arc<B>) -> Self {
+    pub(crate) fn new(backend: Arc<B>) -> Self {
         PageStore { backend, reserved: Mutex::new(BTreeMap::new()), strays: Mutex::new(Vec::new()) }
     }
 

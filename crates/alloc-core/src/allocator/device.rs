@@ -9,7 +9,7 @@ use crate::config::{Config, PeakMode, Policy};
 use crate::events::EventQueue;
 use crate::heap::{Heap, Ledger, SegmentId};
 use crate::stats::{Counters, Row, StatTable};
-use crate::sync::{Mutex, ReentrantMutex, RwLock, ShortLock};
+use crate::sync::{Mutex, ReentrantMutex, ReentrantMutexGuard, RwLock, ShortLock};
 use crate::trace::TraceBuffer;
 use crate::units::{DeviceId, PoolId, StreamId};
 use smallvec::SmallVec;
@@ -86,7 +86,7 @@ pub(super) struct Device<B: Backend> {
     pub(super) pools: Pools<B>,
     /// Held by whoever obtains memory from the backend or gives it back. Re-entrant, because a
     /// backend may call the allocator.
-    pub(super) growth: ReentrantMutex<()>,
+    growth: ReentrantMutex<()>,
     /// Whether the holder of the growth lock is mapping or unmapping pages. A backend that calls the
     /// allocator from there gets no pages mapped or unmapped.
     pub(super) paging: AtomicBool,
@@ -167,6 +167,21 @@ impl<B: Backend> Device<B> {
 
     pub(super) fn reserved(&self) -> u64 {
         self.reserved.load(Ordering::Relaxed)
+    }
+
+    /// Takes the growth lock. Whoever has it may be waiting for an event that this thread has in hand,
+    /// if it comes from a backend that was asked about that event; it is told not to.
+    pub(super) fn lock_growth(&self) -> ReentrantMutexGuard<'_, ()> {
+        if let Some(guard) = self.growth.try_lock() {
+            return guard;
+        }
+        if self.events.is_empty() {
+            return self.growth.lock();
+        }
+        self.events.set_waiting(true);
+        let guard = self.growth.lock();
+        self.events.set_waiting(false);
+        guard
     }
 
     /// The right to map and unmap pages, under the growth lock; `None` from within a call of the

@@ -15,7 +15,8 @@ use std::cell::Cell;
 
 crate::sync::thread_local! {
     /// A callback that allocates must not start the callbacks again.
-    static IN_CALLBACK: Cell<bool> = const { Cell::new(false) };
+    #[allow(clippy::missing_const_for_thread_local, reason = "the macro of loom takes no const block")]
+    static IN_CALLBACK: Cell<bool> = Cell::new(false);
 }
 
 impl<B: Backend> Shared<B> {
@@ -35,12 +36,12 @@ impl<B: Backend> Shared<B> {
         }
         let served = {
             let device = &self.devices[cell.device.index()];
-            let (_growth, waited) = match device.growth.try_lock() {
-                Some(guard) => (guard, false),
-                None => (device.growth.lock(), true),
-            };
-            // Whoever held the lock may have left a block that fits.
-            let found = if waited { self.search(cell, request, &mut op.trace) } else { None };
+            let _growth = device.lock_growth();
+            // Whoever held the lock since the search may have left a block that fits.
+            let found = self.edit(cell, &mut op.trace, |body, ledger| {
+                let block = body.heap.serve_again(request, ledger)?;
+                Some(body.handed_out(block))
+            });
             match found {
                 Some(block) => Ok(block),
                 None => self.climb_locked(cell, request, &mut op.trace, &mut steps)?,

@@ -37,7 +37,7 @@ impl<B: Backend> Shared<B> {
         device: DeviceId,
         trace: &mut TraceBuffer,
     ) -> AllocResult<(), B> {
-        let _growth = self.devices[device.index()].growth.lock();
+        let _growth = self.devices[device.index()].lock_growth();
         if self.captures_under_way() {
             return Ok(());
         }

@@ -141,7 +141,7 @@ impl<B: SharePages> Shared<B> {
     fn export_whole(&self, cell: &HeapCell<B>, lie: &Lie) -> AllocResult<Pieces<B>, B> {
         // Whoever gives segments back does so under this lock, so that the token can be out of the
         // table, and the table unlocked, while the backend works.
-        let _growth = self.devices[cell.device.index()].growth.lock();
+        let _growth = self.devices[cell.device.index()].lock_growth();
         let segment = cell.state.lock().body.tokens.remove(&lie.segment);
         let segment = segment.expect("I10: a segment obtained whole has its token");
         let token = match &segment {
@@ -162,7 +162,7 @@ impl<B: SharePages> Shared<B> {
 
     fn export_pages(&self, cell: &HeapCell<B>, lie: &Lie, addr: Addr) -> AllocResult<Pieces<B>, B> {
         let device = &self.devices[cell.device.index()];
-        let _growth = device.growth.lock();
+        let _growth = device.lock_growth();
         let source = cell.owner().1;
         let paging = self.paging_of(&source).expect("expandable segments have a pager");
         let _paging = device.begin_paging().ok_or_else(|| AllocError::InvalidArgument {

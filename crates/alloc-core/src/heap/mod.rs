@@ -120,6 +120,16 @@ impl Heap {
         if self.rules.counts_searches {
             self.pool.count_search(request.class);
         }
+        self.serve_again(request, ledger)
+    }
+
+    /// [`serve`](Self::serve) for a request whose search was counted before.
+    #[inline]
+    pub(crate) fn serve_again(
+        &mut self,
+        request: &Request,
+        ledger: &mut Ledger<'_>,
+    ) -> Option<BlockIdx> {
         let (key, free) = self.candidate(request)?;
         let block = &self.blocks[free];
         if self.refuses_oversize(block, request) {
@@ -157,7 +167,9 @@ impl Heap {
         block.state = BlockState::Live;
         block.requested = request.requested;
         let (addr, bytes, segment) = (block.addr, block.bytes, block.segment);
-        self.segments[segment].note_live(addr, id);
+        if self.segments.are_searched() {
+            self.segments[segment].note_live(addr, id);
+        }
         ledger.stats.hand_out(request.class, bytes, request.requested);
         if self.rules.is_oversize(bytes) {
             ledger.stats.count_oversize_allocation(true);
@@ -214,15 +226,12 @@ impl Heap {
 
     #[inline]
     fn should_split(&self, block: &Block, request: &Request) -> bool {
-        if self.pool.no_split {
-            return false;
-        }
-        let rest = block.bytes - request.rounded;
-        if request.class == SizeClass::Small || request.expandable {
-            return rest >= BLOCK_BYTES_MIN;
-        }
+        // The class changes from request to request, so it decides without a branch.
+        let fine = (request.class == SizeClass::Small) | request.expandable;
         let splittable = self.rules.max_split_bytes.is_none_or(|max| request.rounded < max);
-        splittable && rest > SMALL_BYTES_MAX
+        let rest_min = if fine { BLOCK_BYTES_MIN } else { SMALL_BYTES_MAX + 1 };
+        let rest = block.bytes - request.rounded;
+        !self.pool.no_split & (fine | splittable) & (rest >= rest_min)
     }
 
     /// A free that waits for nothing: the client lets go (spec §3.1) and the block can be used again
@@ -311,7 +320,7 @@ impl Heap {
         ledger: &mut Ledger<'_>,
     ) -> BlockIdx {
         let block = self.adopt(id, base, bytes, class, SegmentKind::Whole, BlockState::Held);
-        self.segments[id].prepare(bytes);
+        self.segments.prepare(id, bytes);
         ledger.stats.increase(Gauge::Segment, class, 1);
         ledger.stats.increase(Gauge::ReservedBytes, class, bytes);
         if self.rules.is_oversize(bytes) {

@@ -17,7 +17,9 @@ pub(crate) use model::*;
 mod real {
     /// A lock that is held for some tens of nanoseconds at most.
     pub(crate) use crate::lock::{Guard as ShortGuard, Lock as ShortLock};
-    pub(crate) use parking_lot::{Condvar, Mutex, MutexGuard, ReentrantMutex, RwLock};
+    pub(crate) use parking_lot::{
+        Condvar, Mutex, MutexGuard, ReentrantMutex, ReentrantMutexGuard, RwLock,
+    };
     pub(crate) use std::sync::{OnceLock, atomic};
     pub(crate) use std::{thread, thread_local};
 }

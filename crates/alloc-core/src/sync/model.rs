@@ -36,6 +36,10 @@ impl<T> Mutex<T> {
         MutexGuard(Some(self.0.lock().expect(POISONED)))
     }
 
+    pub(crate) fn get_mut(&mut self) -> &mut T {
+        self.0.get_mut().expect(POISONED)
+    }
+
     pub(crate) fn try_lock(&self) -> Option<MutexGuard<'_, T>> {
         self.0.try_lock().ok().map(|guard| MutexGuard(Some(guard)))
     }
@@ -129,6 +133,12 @@ impl<T> RwLock<T> {
 
     pub(crate) fn write(&self) -> tool::sync::RwLockWriteGuard<'_, T> {
         self.0.write().expect(POISONED)
+    }
+}
+
+impl<T: Default> Default for RwLock<T> {
+    fn default() -> Self {
+        RwLock::new(T::default())
     }
 }
 

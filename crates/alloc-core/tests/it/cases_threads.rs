@@ -10,8 +10,9 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 
-/// Longer than any of these takes on a busy machine, shorter than anybody's patience.
-const PATIENCE: Duration = Duration::from_secs(30);
+/// Much longer than any of these takes on a busy machine, which is a matter of seconds: what is late
+/// must not look like what never ends. Deadlocks are looked for by shuttle, which needs no clock.
+const PATIENCE: Duration = Duration::from_secs(300);
 
 /// Runs `body` on a thread of its own; panics if it does not come back.
 #[track_caller]

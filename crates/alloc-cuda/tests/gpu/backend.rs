@@ -1,30 +1,28 @@
 //! The backend by itself: segments, events, capture, and the parts of the driver beside it.
 
+use crate::Scenario;
 use crate::rig::{FIRST, Gate, KIB, MIB, Rig};
-use crate::runner::{Outcome, Scenario};
 use alloc_core::Addr;
 use alloc_core::backend::{Backend, Completion, SEGMENT_ALIGN, Segment, SharePages, VirtualMemory};
 use alloc_core::ordered::StreamOrdered;
 use alloc_cuda::{CudaBackend, CudaStream};
+use cuda_driver::fake::Outcome;
 use cuda_driver::{CaptureMode, HostFlags, MemoryPool, PoolCounter};
 use mock_backend::conformance::{self, CaptureHarness, Harness};
 use std::ptr::NonNull;
 use std::time::Duration;
 
 pub(crate) const SCENARIOS: &[Scenario] = &[
-    Scenario { name: "backend::conformance", test: conformance },
-    Scenario {
-        name: "backend::conformance_of_virtual_memory",
-        test: conformance_of_virtual_memory,
-    },
-    Scenario { name: "backend::conformance_of_sharing", test: conformance_of_sharing },
-    Scenario { name: "backend::conformance_of_capture", test: conformance_of_capture },
-    Scenario { name: "backend::conformance_of_pools", test: conformance_of_pools },
-    Scenario { name: "backend::segments", test: segments },
-    Scenario { name: "backend::events", test: events },
-    Scenario { name: "backend::capture", test: capture },
-    Scenario { name: "backend::pinned_memory", test: pinned_memory },
-    Scenario { name: "backend::driver_pool", test: driver_pool },
+    ("backend::conformance", conformance),
+    ("backend::conformance_of_virtual_memory", conformance_of_virtual_memory),
+    ("backend::conformance_of_sharing", conformance_of_sharing),
+    ("backend::conformance_of_capture", conformance_of_capture),
+    ("backend::conformance_of_pools", conformance_of_pools),
+    ("backend::segments", segments),
+    ("backend::events", events),
+    ("backend::capture", capture),
+    ("backend::pinned_memory", pinned_memory),
+    ("backend::driver_pool", driver_pool),
 ];
 
 /// The suite that every backend of the workspace passes.

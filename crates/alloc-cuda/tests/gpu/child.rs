@@ -1,19 +1,20 @@
 //! What is better seen from outside: a process whose GPU context is lost, one that exits with an
 //! allocator in a static, and one with cudarc, which panics where it cannot go on.
 
+use crate::Scenario;
 use crate::ipc;
 use crate::rig::{FIRST, MIB, Rig};
-use crate::runner::{Outcome, Scenario};
 use alloc_core::{Addr, Config};
 use alloc_cuda::CudaAllocator;
+use cuda_driver::fake::Outcome;
 use std::process::{Command, ExitCode};
 use std::sync::OnceLock;
 
 pub(crate) const SCENARIOS: &[Scenario] = &[
-    Scenario { name: "child::context_lost", test: |rig| spawn(rig, "context_lost") },
-    Scenario { name: "child::exit_with_live_memory", test: |rig| spawn(rig, "exit") },
+    ("child::context_lost", |rig| spawn(rig, "context_lost")),
+    ("child::exit_with_live_memory", |rig| spawn(rig, "exit")),
     #[cfg(feature = "cudarc")]
-    Scenario { name: "child::cudarc", test: |rig| spawn(rig, "cudarc") },
+    ("child::cudarc", |rig| spawn(rig, "cudarc")),
 ];
 
 pub(crate) const OPTION: &str = "--child=";

@@ -1,15 +1,16 @@
 //! What is in memory stays there for as long as somebody may read it.
 
+use crate::Scenario;
 use crate::rig::{FIRST, Gate, MIB, Rig};
-use crate::runner::{Outcome, Scenario};
 use alloc_core::{Addr, Config, DeviceId, Policy};
+use cuda_driver::fake::Outcome;
 
 pub(crate) const SCENARIOS: &[Scenario] = &[
-    Scenario { name: "data::buffers", test: buffers },
-    Scenario { name: "data::reuse_on_one_stream", test: reuse_on_one_stream },
-    Scenario { name: "data::named_side_stream", test: named_side_stream },
-    Scenario { name: "data::unnamed_side_stream", test: unnamed_side_stream },
-    Scenario { name: "data::addresses_only", test: addresses_only },
+    ("data::buffers", buffers),
+    ("data::reuse_on_one_stream", reuse_on_one_stream),
+    ("data::named_side_stream", named_side_stream),
+    ("data::unnamed_side_stream", unnamed_side_stream),
+    ("data::addresses_only", addresses_only),
 ];
 
 /// Every configuration that a test should hold for.

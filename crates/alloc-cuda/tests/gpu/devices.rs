@@ -1,15 +1,16 @@
 //! Several devices.
 
+use crate::Scenario;
 use crate::rig::{FIRST, Gate, MIB, Rig};
-use crate::runner::{Outcome, Scenario};
 use alloc_core::backend::Stream as _;
 use alloc_core::{Config, DeviceId};
 use alloc_cuda::CudaError;
+use cuda_driver::fake::Outcome;
 
 pub(crate) const SCENARIOS: &[Scenario] = &[
-    Scenario { name: "devices::side_by_side", test: side_by_side },
-    Scenario { name: "devices::used_from_the_other", test: used_from_the_other },
-    Scenario { name: "devices::peer_access", test: peer_access },
+    ("devices::side_by_side", side_by_side),
+    ("devices::used_from_the_other", used_from_the_other),
+    ("devices::peer_access", peer_access),
 ];
 
 const SECOND: DeviceId = DeviceId::new(1);

@@ -1,19 +1,20 @@
 //! Graphs captured with memory of the allocator, and replayed.
 
+use crate::Scenario;
 use crate::rig::{FIRST, MIB, Rig};
-use crate::runner::{Outcome, Scenario};
 use alloc_core::backend::Stream as _;
 use alloc_core::{Addr, Config, GraphMemory};
 use alloc_cuda::{CudaAllocator, CudaBackend, CudaStream};
+use cuda_driver::fake::Outcome;
 use cuda_driver::{CaptureMode, ExecutableGraph};
 
 pub(crate) const SCENARIOS: &[Scenario] = &[
-    Scenario { name: "graphs::replay_beside_eager_work", test: replay_beside_eager_work },
-    Scenario { name: "graphs::shared_pool", test: shared_pool },
-    Scenario { name: "graphs::failed_capture", test: failed_capture },
-    Scenario { name: "graphs::two_streams", test: two_streams },
-    Scenario { name: "graphs::use_before_the_capture", test: use_before_the_capture },
-    Scenario { name: "graphs::captures_at_once", test: captures_at_once },
+    ("graphs::replay_beside_eager_work", replay_beside_eager_work),
+    ("graphs::shared_pool", shared_pool),
+    ("graphs::failed_capture", failed_capture),
+    ("graphs::two_streams", two_streams),
+    ("graphs::use_before_the_capture", use_before_the_capture),
+    ("graphs::captures_at_once", captures_at_once),
 ];
 
 type Memory = GraphMemory<CudaBackend>;

@@ -1,14 +1,15 @@
 //! Memory shared with other processes: over a channel within this one, as far as the driver opens its
 //! own exports, and with real processes, which are killed at random.
 
+use crate::Scenario;
 use crate::child;
 use crate::rig::{FIRST, Gate, KIB, MIB, Rig};
-use crate::runner::{Outcome, Scenario};
 use alloc_core::share::{ImportCounts, Importer};
 use alloc_core::{Config, Policy};
 use alloc_cuda::{CudaAllocator, CudaBackend, CudaError, CudaStream};
 use alloc_ipc::{IpcError, Producer, Received, Receiver, Sender};
 use alloc_shm::Channel;
+use cuda_driver::fake::Outcome;
 use cuda_driver::{PhysicalKind, PhysicalMemory};
 use mock_backend::Rng;
 use std::collections::VecDeque;
@@ -18,11 +19,11 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 pub(crate) const SCENARIOS: &[Scenario] = &[
-    Scenario { name: "ipc::over_a_channel", test: over_a_channel },
-    Scenario { name: "ipc::work_waits_for_the_producer", test: work_waits },
-    Scenario { name: "ipc::fabric_handles", test: fabric_handles },
-    Scenario { name: "ipc::consumers_killed_at_random", test: consumers_killed },
-    Scenario { name: "ipc::producers_killed_at_random", test: producers_killed },
+    ("ipc::over_a_channel", over_a_channel),
+    ("ipc::work_waits_for_the_producer", work_waits),
+    ("ipc::fabric_handles", fabric_handles),
+    ("ipc::consumers_killed_at_random", consumers_killed),
+    ("ipc::producers_killed_at_random", producers_killed),
 ];
 
 /// Buffers that are sent to processes which are killed at random.

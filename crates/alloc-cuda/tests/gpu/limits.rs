@@ -1,15 +1,16 @@
 //! The end of memory, and the way back.
 
+use crate::Scenario;
 use crate::data::configurations;
 use crate::rig::{FIRST, MIB, Rig};
-use crate::runner::{Outcome, Scenario};
 use alloc_core::backend::MemoryInfo;
 use alloc_core::{AllocError, Allocation, DeviceId};
+use cuda_driver::fake::Outcome;
 
 pub(crate) const SCENARIOS: &[Scenario] = &[
-    Scenario { name: "limits::device_full_and_recovery", test: device_full_and_recovery },
-    Scenario { name: "limits::pending_memory_is_waited_for", test: pending_memory },
-    Scenario { name: "limits::memory_limit", test: memory_limit },
+    ("limits::device_full_and_recovery", device_full_and_recovery),
+    ("limits::pending_memory_is_waited_for", pending_memory),
+    ("limits::memory_limit", memory_limit),
 ];
 
 fn device_full_and_recovery(rig: &Rig) -> Outcome {

@@ -1,23 +1,24 @@
 //! Private pools: their own memory, on the driver's terms or a source's, with real data in it.
 
+use crate::Scenario;
 use crate::data::configurations;
 use crate::rig::{FIRST, MIB, Rig};
-use crate::runner::{Outcome, Scenario};
 use alloc_core::backend::{Backend, Page as _, Refused, Segment, Stream as _, VirtualMemory};
 use alloc_core::{
     Addr, Config, DeviceId, PageSource, PoolId, PoolOptions, ScopeFilter, SegmentSource,
     SourceError,
 };
 use alloc_cuda::{CudaAllocator, CudaBackend, CudaError, CudaStream};
+use cuda_driver::fake::Outcome;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 pub(crate) const SCENARIOS: &[Scenario] = &[
-    Scenario { name: "pools::data_stays_apart", test: data_stays_apart },
-    Scenario { name: "pools::segments_of_a_source", test: segments_of_a_source },
-    Scenario { name: "pools::pages_of_a_source", test: pages_of_a_source },
-    Scenario { name: "pools::memory_of_others_at_the_limit", test: memory_of_others },
-    Scenario { name: "pools::checkpoints_keep_data", test: checkpoints_keep_data },
+    ("pools::data_stays_apart", data_stays_apart),
+    ("pools::segments_of_a_source", segments_of_a_source),
+    ("pools::pages_of_a_source", pages_of_a_source),
+    ("pools::memory_of_others_at_the_limit", memory_of_others),
+    ("pools::checkpoints_keep_data", checkpoints_keep_data),
 ];
 
 type Page = <CudaBackend as VirtualMemory>::Page;

@@ -1,10 +1,9 @@
 //! What the tests run on: a backend, kernels that write and check patterns, gates that hold streams.
 
-use crate::runner::{Outcome, Test};
 use alloc_core::backend::{Backend, MemoryInfo, Stream as _};
 use alloc_core::{Addr, Config, DeviceId};
 use alloc_cuda::{CudaAllocator, CudaBackend, CudaError, CudaStream};
-use cuda_driver::fake::{FakeKernel, KernelMemory, Session};
+use cuda_driver::fake::{FakeKernel, KernelMemory, Outcome, Session, TestBody};
 use cuda_driver::{
     Argument, Attribute, Context, DeviceMemory, Driver, Event, Kernel, Module, Shape, code,
 };
@@ -168,7 +167,7 @@ impl Rig {
     }
 
     /// Runs one test, then checks that it left no memory behind. (Some may stay with the driver.)
-    pub(crate) fn run(&self, test: Test) -> Outcome {
+    pub(crate) fn run(&self, test: TestBody<Rig>) -> Outcome {
         const SLACK: u64 = 256 * MIB;
         let before = self.free_bytes(FIRST);
         let outcome = test(self);
@@ -316,7 +315,7 @@ impl Gate {
 }
 
 /// Runs one test on a fresh imitation of two small devices. Nothing at all may be left behind.
-pub(crate) fn on_imitation(test: Test) -> Outcome {
+pub(crate) fn on_imitation(test: TestBody<Rig>) -> Outcome {
     let session = Session::new(&[4096 * MIB, 4096 * MIB]);
     session.define_kernel("fill", FakeKernel { parameters: 3, run: fill });
     session.define_kernel("check", FakeKernel { parameters: 4, run: check });

@@ -1,17 +1,15 @@
 //! Random work for a long time, with every byte written and checked.
 
+use crate::Scenario;
 use crate::data::configurations;
 use crate::rig::{FIRST, Rig};
-use crate::runner::{Outcome, Scenario};
 use alloc_core::backend::MemoryInfo;
 use alloc_core::{Allocation, Config};
 use alloc_cuda::{CudaAllocator, CudaStream};
 use cuda_driver::Event;
+use cuda_driver::fake::Outcome;
 
-pub(crate) const SCENARIOS: &[Scenario] = &[
-    Scenario { name: "soak::streams", test: streams },
-    Scenario { name: "soak::threads", test: threads },
-];
+pub(crate) const SCENARIOS: &[Scenario] = &[("soak::streams", streams), ("soak::threads", threads)];
 
 /// Linear congruential, top bits.
 struct Random(u64);

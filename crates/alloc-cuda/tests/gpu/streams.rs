@@ -1,17 +1,18 @@
 //! Which stream is which, and where its work ends.
 
+use crate::Scenario;
 use crate::rig::{FIRST, Gate, MIB, Rig};
-use crate::runner::{Outcome, Scenario};
 use alloc_core::backend::{Backend, Completion, Stream as _};
 use alloc_core::{Config, DeviceId};
 use cuda_driver::Stream;
+use cuda_driver::fake::Outcome;
 use std::sync::mpsc;
 
 pub(crate) const SCENARIOS: &[Scenario] = &[
-    Scenario { name: "streams::default_streams", test: default_streams },
-    Scenario { name: "streams::reused_handle", test: reused_handle },
-    Scenario { name: "streams::per_thread", test: per_thread },
-    Scenario { name: "streams::retired", test: retired },
+    ("streams::default_streams", default_streams),
+    ("streams::reused_handle", reused_handle),
+    ("streams::per_thread", per_thread),
+    ("streams::retired", retired),
 ];
 
 fn default_streams(rig: &Rig) -> Outcome {

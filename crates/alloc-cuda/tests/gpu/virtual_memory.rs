@@ -1,18 +1,19 @@
 //! Expandable segments and the virtual memory beneath them.
 
+use crate::Scenario;
 use crate::rig::{FIRST, MIB, Rig};
-use crate::runner::{Outcome, Scenario};
 use alloc_core::backend::{Page, Reservation, VirtualMemory};
 use alloc_core::{Addr, Config, DeviceId, Policy};
 use cuda_driver::PhysicalMemory;
+use cuda_driver::fake::Outcome;
 use std::os::fd::AsFd;
 
 pub(crate) const SCENARIOS: &[Scenario] = &[
-    Scenario { name: "virtual_memory::pages_move_with_their_data", test: pages_move },
-    Scenario { name: "virtual_memory::one_page_at_two_addresses", test: two_addresses },
-    Scenario { name: "virtual_memory::access_over_a_run", test: access_over_a_run },
-    Scenario { name: "virtual_memory::export_and_import", test: export_and_import },
-    Scenario { name: "virtual_memory::grow_unmap_remap", test: grow_unmap_remap },
+    ("virtual_memory::pages_move_with_their_data", pages_move),
+    ("virtual_memory::one_page_at_two_addresses", two_addresses),
+    ("virtual_memory::access_over_a_run", access_over_a_run),
+    ("virtual_memory::export_and_import", export_and_import),
+    ("virtual_memory::grow_unmap_remap", grow_unmap_remap),
 ];
 
 const MISSING: &str = "the device has no virtual memory";

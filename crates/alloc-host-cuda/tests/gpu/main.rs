@@ -1,10 +1,6 @@
 //! Tests on a real GPU, and the same tests on the imitation of the driver.
 //!
-//! A plain run does both; without a GPU the first part says that it is skipped. Arguments:
-//!
-//! * `--require-gpu`: the real part only; without a GPU exits with 77.
-//! * a word: only tests whose name contains it.
-//! * `--list`: names only.
+//! See [`Suite::run`] for the arguments.
 
 mod buffers;
 mod faults;
@@ -12,90 +8,31 @@ mod graphs;
 mod rig;
 mod threads;
 
+use cuda_driver::fake::{Outcome, Suite, TestBody};
 use rig::Rig;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::ExitCode;
-use std::time::Instant;
 
-/// Exit code for "there is no GPU here".
-const NO_GPU: u8 = 77;
-
-/// What became of a test that did not fail.
-enum Outcome {
-    Done,
-    /// Done, and the driver is gone with everything that it had given out.
-    DriverGone,
-    /// Could not be run here, and why.
-    Skipped(&'static str),
-}
-
-type Test = (&'static str, fn(&Rig) -> Outcome);
+type Test = cuda_driver::fake::Test<Rig>;
 
 fn tests() -> Vec<Test> {
     [buffers::TESTS, graphs::TESTS, threads::TESTS, faults::TESTS].concat()
 }
 
 fn main() -> ExitCode {
-    let arguments: Vec<String> = std::env::args().skip(1).collect();
-    let has = |option: &str| arguments.iter().any(|argument| argument == option);
-    let words: Vec<&String> = arguments.iter().filter(|word| !word.starts_with('-')).collect();
-    let is_wanted = |name: &str| words.is_empty() || words.iter().any(|word| name.contains(*word));
-    let tests: Vec<Test> = tests().into_iter().filter(|(name, _)| is_wanted(name)).collect();
-    if has("--list") {
-        tests.iter().for_each(|(name, _)| println!("{name}: test"));
-        return ExitCode::SUCCESS;
-    }
-    let mut failed = 0;
-    match Rig::on_gpu() {
-        Ok(rig) => failed += run("CUDA", &tests, |test| test(&rig)),
-        Err(reason) => {
-            println!("skipped: no CUDA device ({reason})");
-            if has("--require-gpu") {
-                return ExitCode::from(NO_GPU);
-            }
-        }
-    }
-    if !has("--require-gpu") {
-        failed += run("the imitation of the driver", &tests, on_imitation);
-    }
-    if failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+    let suite = Suite {
+        tests: tests(),
+        on_gpu: Rig::on_gpu,
+        test_on_gpu: |rig, test| test(rig),
+        test_on_imitation: on_imitation,
+    };
+    suite.run(&std::env::args().skip(1).collect::<Vec<_>>())
 }
 
 /// Runs a test on a fresh imitation, to which everything must have been given back afterwards.
-fn on_imitation(test: fn(&Rig) -> Outcome) -> Outcome {
+fn on_imitation(test: TestBody<Rig>) -> Outcome {
     let rig = Rig::on_imitation();
     let outcome = test(&rig);
-    let outstanding = rig.imitation().map_or(0, |imitation| imitation.outstanding());
-    assert!(outstanding == 0 || matches!(outcome, Outcome::DriverGone), "not given back");
+    let imitation = rig.imitation().expect("it is one");
+    assert!(imitation.is_shut_down() || imitation.outstanding() == 0, "not given back");
     outcome
-}
-
-/// Runs tests one after the other; how many failed.
-fn run(place: &str, tests: &[Test], on: impl Fn(fn(&Rig) -> Outcome) -> Outcome) -> usize {
-    println!("\nrunning {} tests on {place}", tests.len());
-    let (mut passed, mut failed, mut skipped) = (0, 0, 0);
-    for (name, test) in tests {
-        let start = Instant::now();
-        let outcome = catch_unwind(AssertUnwindSafe(|| on(*test)));
-        let took = start.elapsed().as_millis();
-        match outcome {
-            Ok(Outcome::Done | Outcome::DriverGone) => {
-                passed += 1;
-                println!("test {name} ... ok ({took} ms)");
-            }
-            Ok(Outcome::Skipped(why)) => {
-                skipped += 1;
-                println!("test {name} ... skipped: {why}");
-            }
-            Err(_) => {
-                failed += 1;
-                println!("test {name} ... FAILED ({took} ms)");
-            }
-        }
-    }
-    let result = if failed == 0 { "ok" } else { "FAILED" };
-    println!(
-        "test result: {result}. {passed} passed; {failed} failed; {skipped} skipped; on {place}"
-    );
-    failed
 }

@@ -13,6 +13,9 @@ mod exports;
 mod memory;
 mod pools;
 mod state;
+mod suite;
+
+pub use suite::{NO_GPU, Outcome, Suite, Test, TestBody};
 
 use crate::loader::{Driver, LoadError};
 use std::ffi::{CStr, c_void};
@@ -100,6 +103,11 @@ impl Session {
     /// From now on every call says that the driver is shutting down, as at the end of a process.
     pub fn shut_down(&self) {
         self.with(|state| state.shut_down = true);
+    }
+
+    /// Whether the driver was shut down, and with it all that had not been given back.
+    pub fn is_shut_down(&self) -> bool {
+        self.with(|state| state.shut_down)
     }
 
     /// Makes `cuMemAlloc` return addresses that are no multiple of 2 MiB.

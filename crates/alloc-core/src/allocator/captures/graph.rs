@@ -90,7 +90,7 @@ impl<B: Backend> Turn<B> {
         shared.captures.under_way.fetch_add(1, Ordering::AcqRel);
         for device in &shared.devices {
             // Who is giving memory back has looked at the captures already.
-            drop(device.growth.lock());
+            drop(device.lock_growth());
         }
         Turn(Arc::clone(shared))
     }

@@ -76,7 +76,7 @@ impl<B: Backend> PoolRef<B> {
         let PoolRef { shared, device, pool } = self;
         let mut op = shared.begin();
         let home = &shared.devices[device.index()];
-        let _growth = home.growth.lock();
+        let _growth = home.lock_growth();
         let pin = self.pin();
         self.settle_events(&mut op.trace)?;
         let mut marks = HashMap::new();
@@ -113,7 +113,7 @@ impl<B: Backend> PoolRef<B> {
         }
         let mut op = shared.begin();
         let home = &shared.devices[device.index()];
-        let _growth = home.growth.lock();
+        let _growth = home.lock_growth();
         self.settle_events(&mut op.trace)?;
         let nothing = Vec::new();
         let marks = |cell: &HeapCell<B>| checkpoint.marks.get(&cell.index).unwrap_or(&nothing);

@@ -91,7 +91,7 @@ impl<B: Backend> PoolRef<B> {
     pub fn pin(&self) -> PoolPin {
         self.pool.pins.fetch_add(1, Ordering::AcqRel);
         // Who is giving memory back or moving it has looked at the pins already.
-        drop(self.shared.devices[self.device.index()].growth.lock());
+        drop(self.shared.devices[self.device.index()].lock_growth());
         PoolPin(Arc::clone(&self.pool))
     }
 

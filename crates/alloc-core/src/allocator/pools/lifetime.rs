@@ -26,7 +26,7 @@ impl<B: Backend> Shared<B> {
     pub(super) fn trim_pool(&self, device: DeviceId, pool: &Arc<Pool>) -> AllocResult<u64, B> {
         let mut op = self.begin();
         let home = &self.devices[device.index()];
-        let _growth = home.growth.lock();
+        let _growth = home.lock_growth();
         if pool.is_pinned() || self.captures_under_way() {
             return Ok(0);
         }
