@@ -32,7 +32,7 @@ pub struct PinOptions {
 impl Default for PinOptions {
     fn default() -> Self {
         let flags = HostFlags { portable: true, ..HostFlags::default() };
-        PinOptions { flags, huge_pages: true, touch: Touch::Meanwhile }
+        PinOptions { flags, huge_pages: true, touch: Touch::First }
     }
 }
 

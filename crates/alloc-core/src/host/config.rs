@@ -24,7 +24,7 @@ pub struct HostConfig {
     /// (`pinned_use_cuda_host_register`).
     pub register: bool,
     /// Threads that touch pages before registration (`pinned_num_register_threads`): a power of two
-    /// from 1 to 128.
+    /// from 1 to 128. By default one for each core, up to 16: more do not touch faster.
     pub register_threads: u16,
     /// Process events on a thread of their own (`pinned_use_background_threads`). Once started, the
     /// thread lives as long as the allocator.
@@ -66,12 +66,12 @@ pub struct HostConfig {
     pub growth_bytes_max: u64,
     /// Policy `ours`: freed blocks that may share one event of a stream.
     pub batch_blocks_max: u16,
-    /// Policy `ours`: bytes of freed blocks that may share one event of a stream. A larger block gets
-    /// its event at once.
+    /// Policy `ours`: bytes of freed blocks that may share one event of a stream, or half of what
+    /// is pinned, up to 128 MiB, if that is more. A larger block gets its event at once.
     pub batch_bytes_max: u64,
-    /// Policy `ours`: freed bytes that may wait while more is pinned. A request that finds nothing
-    /// free asks about events; open batches are closed for it, each by an event that others could have
-    /// shared, only with this much waiting.
+    /// Policy `ours`: freed bytes that may wait while more is pinned for small requests. A request that
+    /// finds nothing free asks about events; for a small one, open batches are closed, each by an
+    /// event that others could have shared, only with this much waiting.
     pub draining_bytes_max: u64,
     /// Longest single registration; a longer segment is registered in pieces.
     pub piece_bytes_max: u64,
@@ -98,7 +98,7 @@ impl HostConfig {
         HostConfig {
             policy: HostPolicy::Ours,
             register: true,
-            register_threads: 16,
+            register_threads: cores().next_power_of_two().min(16),
             background: false,
             background_period: Duration::from_millis(100),
             reserve_bytes: 0,

@@ -4,7 +4,6 @@
 //! through two levels of bitmap; larger sizes share one ordered map.
 
 use crate::units::Addr;
-use smallvec::SmallVec;
 use std::collections::BTreeMap;
 
 const WORD: usize = 64;
@@ -27,15 +26,16 @@ const FEW_MAX: usize = 32;
 #[derive(Debug)]
 enum Bin {
     /// By address, the highest first.
-    Few(SmallVec<[(Addr, u32); 2]>),
+    Few(Vec<(Addr, u32)>),
     Many(BTreeMap<Addr, u32>),
 }
 
 impl Bin {
     fn new() -> Self {
-        Bin::Few(SmallVec::new())
+        Bin::Few(Vec::new())
     }
 
+    #[inline]
     fn is_empty(&self) -> bool {
         match self {
             Bin::Few(blocks) => blocks.is_empty(),
@@ -49,6 +49,10 @@ impl Bin {
             Bin::Few(blocks) => blocks,
             Bin::Many(blocks) => return blocks.insert(addr, index),
         };
+        if blocks.is_empty() {
+            blocks.push((addr, index));
+            return None;
+        }
         let at = blocks.partition_point(|&(other, _)| other > addr);
         if let Some(&(_, before)) = blocks.get(at).filter(|&&(other, _)| other == addr) {
             return Some(before);

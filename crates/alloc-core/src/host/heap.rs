@@ -281,12 +281,14 @@ impl<S: PartialEq> Heap<S> {
         Some(best)
     }
 
+    #[inline(always)]
     fn note_start(&mut self, index: u32) {
         if let Some(starts) = &mut self.starts {
             starts.insert(self.table[index].addr, index);
         }
     }
 
+    #[inline(always)]
     fn forget_start(&mut self, index: u32) {
         if let Some(starts) = &mut self.starts {
             starts.remove(&self.table[index].addr);

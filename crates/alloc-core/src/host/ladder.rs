@@ -52,8 +52,8 @@ impl<B: HostBackend> Engine<B> {
         Err(HostError::OutOfMemory(Box::new(self.report(ask, climb))))
     }
 
-    /// Policy `ours`, before it grows: blocks whose events are reached by now, all of them if many
-    /// wait, then what other shards have, and everything merged.
+    /// Policy `ours`, before it grows: blocks whose events are reached by now, then those of open
+    /// batches, then what other shards have, and everything merged.
     fn take_after_gathering(&self, ask: Ask<'_, B>) -> Option<Served> {
         if !self.is_ours() || !self.options.is_cached(ask.bytes) {
             return None;
@@ -62,15 +62,27 @@ impl<B: HostBackend> Engine<B> {
         if let Some(served) = self.take(ask, Cut::Sparingly) {
             return Some(served);
         }
+        if self.should_close_batches(ask) {
+            self.look_at_events();
+            if let Some(served) = self.take(ask, Cut::Sparingly) {
+                return Some(served);
+            }
+        }
         if let Store::Slabs(slabs) = &ask.pool.store
             && !slabs.may_search(ask.node, self.config.growth_bytes_min.max(ask.bytes))
         {
             return None;
         }
-        if ask.pool.store.draining_bytes() >= self.config.draining_bytes_max {
-            self.look_at_events();
-        }
         self.take_hard(ask, Cut::Sparingly)
+    }
+
+    /// Whether open batches should get their events now, before they are full, as the request could
+    /// be served from them. For small requests growing by the least there is costs less than an event
+    /// for every block, while not much waits.
+    fn should_close_batches(&self, ask: Ask<'_, B>) -> bool {
+        self.counters.parked.load(Relaxed) > 0
+            && (ask.bytes > self.config.small_bytes_max
+                || ask.pool.store.draining_bytes() >= self.config.draining_bytes_max)
     }
 
     /// A failure to look at events is counted; it leaves the blocks where they were, and the request

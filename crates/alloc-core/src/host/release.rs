@@ -10,6 +10,9 @@ use super::pools::{DEFAULT, Held};
 use smallvec::{SmallVec, smallvec};
 use std::sync::atomic::Ordering::Relaxed;
 
+/// No batch is larger, however much is pinned, unless the setting says so.
+const BATCH_BYTES_LIMIT: u64 = 128 << 20;
+
 impl<B: HostBackend> Engine<B> {
     /// Notes that work queued on `stream` may touch an allocation. False if it is not live.
     pub(crate) fn note_use(&self, block: BlockRef, stream: &B::Stream) -> bool {
@@ -61,7 +64,7 @@ impl<B: HostBackend> Engine<B> {
             if let Some(stream) = self.hold_for_graph(block, used, bytes) {
                 let (blocks, waiting) = self.park(&stream, block, bytes);
                 let is_full = blocks >= usize::from(self.config.batch_blocks_max)
-                    || waiting >= self.config.batch_bytes_max;
+                    || waiting >= self.batch_bytes();
                 if is_full && self.flush(&stream).is_ok() {
                     // One event was added, and hardly is reached yet: asking about two older ones
                     // keeps the queue short. A failed query is asked again, and by then by someone
@@ -72,6 +75,13 @@ impl<B: HostBackend> Engine<B> {
                 }
             }
         }
+    }
+
+    /// Bytes of freed blocks that may share an event. They serve nobody until it is reached, so it is
+    /// a share of what there is: the rest lasts until then.
+    fn batch_bytes(&self) -> u64 {
+        let share = (self.pins.bytes() / 2).min(BATCH_BYTES_LIMIT);
+        share.max(self.config.batch_bytes_max)
     }
 
     /// Policy `pytorch`: one event per stream, all of them recorded before the block is queued.

@@ -241,19 +241,23 @@ impl Ledger {
     /// A block is handed out.
     #[inline]
     pub(crate) fn start(&mut self, bytes: u64, requested: u64) {
-        if !self.is_run_of(bytes, requested) {
+        if self.is_run_of(bytes, requested) {
+            self.start_again();
+        } else {
             self.begin_run(bytes, requested);
+            self.figures.start(bytes, requested);
         }
-        self.start_again();
     }
 
     /// A block is free again.
     #[inline]
     pub(crate) fn end(&mut self, bytes: u64, requested: u64) {
-        if !self.is_run_of(bytes, requested) {
+        if self.is_run_of(bytes, requested) {
+            self.end_again();
+        } else {
             self.begin_run(bytes, requested);
+            self.figures.end(bytes, requested);
         }
-        self.end_again();
     }
 
     /// Whether the last block was of that size.
@@ -278,20 +282,19 @@ impl Ledger {
         run.ends += 1;
     }
 
-    #[inline(never)]
+    #[inline]
     fn begin_run(&mut self, bytes: u64, requested: u64) {
-        self.settle();
-        self.run = Run { bytes, requested, ..Run::default() };
+        if self.run.starts + self.run.ends > 0 {
+            self.settle();
+        }
+        (self.run.bytes, self.run.requested) = (bytes, requested);
     }
 
     /// Brings the figures up to date.
+    #[inline(never)]
     fn settle(&mut self) {
         let run = std::mem::take(&mut self.run);
-        match (run.starts, run.ends) {
-            (1, 0) => self.figures.start(run.bytes, run.requested),
-            (0, 1) => self.figures.end(run.bytes, run.requested),
-            _ => self.figures.apply(&run),
-        }
+        self.figures.apply(&run);
     }
 
     /// What is active now: blocks, their bytes, and those that were asked for.

@@ -238,7 +238,7 @@ const MIXES: [Mix; 6] = [
     ("loader", loader, 1.05),
     ("offload", offload, 1.05),
     ("exchange", exchange, 1.15),
-    ("staging", staging, 2.4),
+    ("staging", staging, 2.0),
     ("random", random, 1.2),
 ];
 

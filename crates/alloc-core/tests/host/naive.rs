@@ -341,7 +341,9 @@ impl Slabs {
                 self.take(bytes)
             })
             .or_else(|| {
-                if self.blocks.draining_bytes() >= self.rules.draining_max {
+                let waits = self.open.values().any(|open| !open.is_empty());
+                let much = self.blocks.draining_bytes() >= self.rules.draining_max;
+                if waits && (much || bytes > self.rules.small_max) {
                     self.process(world);
                 }
                 self.take(bytes)
@@ -422,7 +424,8 @@ impl Slabs {
             let open = self.open.entry(stream).or_default();
             open.push(no);
             let bytes: u64 = open.iter().map(|no| self.blocks.all[no].bytes).sum();
-            if open.len() >= self.rules.batch_blocks || bytes >= self.rules.batch_bytes {
+            let most = self.rules.batch_bytes.max(self.central.bytes() / 2);
+            if open.len() >= self.rules.batch_blocks || bytes >= most {
                 self.flush(world, stream);
                 self.reach(world, 2.min(self.blocks.queue.len() - 1));
             }

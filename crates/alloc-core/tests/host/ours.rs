@@ -64,7 +64,10 @@ fn large_segments_are_registered_by_threads_in_bounded_pieces() {
     let rig = ours();
     let a = rig.allocate(100 * GIB);
     let (_, request) = rig.backend.pins()[0];
-    assert_eq!(request.method, PinMethod::Register { threads: 16 });
+    assert_eq!(
+        request.method,
+        PinMethod::Register { threads: HostConfig::ours().register_threads }
+    );
     assert_eq!(request.piece_bytes_max, 64 * GIB);
     assert_eq!(request.node, Some(NodeId::new(0)));
     rig.free(a);
@@ -103,6 +106,41 @@ fn few_events_serve_many_copies() {
     assert!(rig.calls(Call::Record) <= 200 / 8, "{} events", rig.calls(Call::Record));
     assert!(rig.calls(Call::Query) <= 2 * 200 / 8, "{} questions", rig.calls(Call::Query));
     assert!(rig.pinned() <= 24 * MIB, "{} bytes", rig.pinned());
+    rig.finish();
+}
+
+/// So do large blocks, as soon as there are some: half of what is pinned may wait for one event.
+#[test]
+fn large_blocks_share_events() {
+    let rig = ours();
+    let stream = rig.stream();
+    for round in 0..600 {
+        let a = rig.allocate(16 * MIB);
+        rig.use_on(&a, &stream);
+        rig.free(a);
+        if round % 10 == 0 {
+            rig.backend.pass(&stream);
+        }
+    }
+    assert!(rig.calls(Call::Record) <= 600 / 6, "{} events", rig.calls(Call::Record));
+    assert!(rig.pinned() <= 20 * 16 * MIB, "{} bytes", rig.pinned());
+    rig.finish();
+}
+
+/// A batch that is open costs no memory when a large request finds nothing.
+#[test]
+fn open_batches_are_closed_for_large_requests() {
+    let rig = ours();
+    let stream = rig.stream();
+    for _ in 0..4 {
+        let blocks: Vec<_> = (0..8).map(|_| rig.allocate(2 * MIB)).collect();
+        for block in blocks {
+            rig.use_on(&block, &stream);
+            rig.free(block);
+        }
+        rig.backend.pass(&stream);
+    }
+    assert!(rig.pinned() <= 18 * MIB, "{} bytes", rig.pinned());
     rig.finish();
 }
 

@@ -11,10 +11,11 @@ use std::time::{Duration, Instant};
 /// When the pages of memory are made that is going to be registered.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Touch {
-    /// Before the driver is asked to register them.
+    /// Before the driver is asked to register them. Fastest where a segment is registered as one piece.
     First,
     /// By other threads while the driver registers them: both begin at the first page, and the driver
-    /// makes a page itself if it comes to it first.
+    /// makes a page itself if it comes to it first. Faster where there are many pieces: the driver
+    /// first looks for all pages of a piece, then maps them.
     Meanwhile,
 }
 
