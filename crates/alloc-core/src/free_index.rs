@@ -1,13 +1,23 @@
 //! The free blocks of one class of one heap: best fit by size, ties by lowest address.
 //!
-//! Blocks are binned by size, sixteen bins to a power of two, one size to a bin where that is
+//! Blocks are binned by size, sixty-four bins to a power of two, one size to a bin where that is
 //! finer. Bins are ordered like their sizes, so the best fit is the first sufficient block of the
 //! request's own bin, or else the first of the next bin that a bitmap says is not empty: no search
 //! depends on how many blocks there are, except by the logarithm within one bin.
+//!
+//! Which block is freed or asked for next is as good as random to the processor, and a mispredicted
+//! branch costs as much as forty instructions: a bin keeps its first few blocks in one cache line,
+//! unordered, and always looks at all of them.
+
+mod runs;
 
 use crate::block::BlockIdx;
+use crate::directory::ADDRESS_END;
 use crate::size_class::BLOCK_BYTES_MIN;
 use crate::units::Addr;
+use runs::Runs;
+use smallvec::SmallVec;
+use std::hint::select_unpredictable;
 
 /// Key of a free block: its size in bytes, then its address. The order of keys is the order of best
 /// fit and of flushes.
@@ -18,6 +28,9 @@ pub(crate) struct FreeKey {
 }
 
 impl FreeKey {
+    /// Larger than any block's.
+    const MAX: FreeKey = FreeKey { bytes: u64::MAX, addr: Addr::new(u64::MAX) };
+
     /// One number in the order of keys: two instructions compare it, without a branch.
     #[inline]
     fn rank(self) -> u128 {
@@ -40,20 +53,125 @@ impl PartialOrd for FreeKey {
 }
 
 /// Bins per power of two, as a power of two.
-const FINENESS: u32 = 4;
-/// Block sizes stay below 2^62 bytes, 2^53 quanta.
-const BINS: usize = ((53 - FINENESS + 1) << FINENESS) as usize;
+const FINENESS: u32 = 6;
+/// Bits of an address in quanta: addresses stay below 2^57.
+const ADDR_BITS: u32 = 48;
+/// Bins are at most 2^16 quanta wide, so that size and address of a block in a bin are one number.
+const STEP_MAX: u32 = u64::BITS - ADDR_BITS;
+/// Blocks of at least as many bytes are in no bin.
+const HUGE_BYTES_MIN: u64 = BLOCK_BYTES_MIN << (STEP_MAX + FINENESS + 1);
+const BINS: usize = ((STEP_MAX + 2) << FINENESS) as usize;
 const WORDS: usize = BINS.div_ceil(64);
-/// Longer runs are split, so that insertion moves little.
-const RUN_MAX: usize = 64;
+/// Blocks in the cache line of a bin.
+const FRONT: usize = 5;
 
-/// The bin of a block size (a multiple of the quantum, not 0): how far its leading 1 is above the
-/// finest step, then that 1 and the bits after it.
-#[inline]
-fn bin_of(bytes: u64) -> usize {
-    let quanta = bytes / BLOCK_BYTES_MIN;
-    let step = (quanta | 1 << FINENESS).ilog2() - FINENESS;
-    (u64::from(step << FINENESS) + (quanta >> step)) as usize
+const _: () = assert!(WORDS <= 64);
+const _: () = assert!(size_of::<Bin>() == 64);
+const _: () = assert!(ADDRESS_END / BLOCK_BYTES_MIN == 1 << ADDR_BITS);
+
+/// Where a key belongs.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+struct Place {
+    bin: usize,
+    /// What is left of the size, then the address: the order within the bin. Never `u64::MAX`, for
+    /// no block is that large and starts at the last quantum of the address space.
+    rank: u64,
+}
+
+impl Place {
+    /// Of a key, in multiples of the quantum; `None` if it is in no bin. The bin is how far the leading 1 of the size is above the finest step, then that 1 and the bits
+    /// after it.
+    #[inline]
+    fn of(key: FreeKey) -> Option<Self> {
+        if key.bytes >= HUGE_BYTES_MIN {
+            return None;
+        }
+        let quanta = key.bytes / BLOCK_BYTES_MIN;
+        let step = (quanta | 1 << FINENESS).ilog2() - FINENESS;
+        let bin = (u64::from(step << FINENESS) + (quanta >> step)) as usize;
+        let over = quanta & !(u64::MAX << step);
+        let addr = key.addr.get() / BLOCK_BYTES_MIN;
+        Some(Place { bin, rank: (over << ADDR_BITS) + addr })
+    }
+
+    #[inline]
+    fn key(self) -> FreeKey {
+        let step = ((self.bin as u32) >> FINENESS).saturating_sub(1);
+        let least = (self.bin as u64 - u64::from(step << FINENESS)) << step;
+        let quanta = least + (self.rank >> ADDR_BITS);
+        let addr = (self.rank & !(u64::MAX << ADDR_BITS)) * BLOCK_BYTES_MIN;
+        FreeKey { bytes: quanta * BLOCK_BYTES_MIN, addr: Addr::new(addr) }
+    }
+}
+
+/// The first blocks of one bin, in any order, and then `u64::MAX`. All others, in [`FreeIndex::deep`],
+/// are larger, and there are some only if there are some here.
+#[derive(Clone, Debug)]
+#[repr(align(64))]
+struct Bin {
+    ranks: [u64; FRONT],
+    blocks: [Option<BlockIdx>; FRONT],
+    len: u8,
+    /// Whether there are others.
+    deep: bool,
+}
+
+impl Default for Bin {
+    fn default() -> Self {
+        Bin { ranks: [u64::MAX; FRONT], blocks: [None; FRONT], len: 0, deep: false }
+    }
+}
+
+impl Bin {
+    /// Adds a block if there is room and it is known to come before all others.
+    #[inline]
+    fn push(&mut self, rank: u64, block: BlockIdx) -> bool {
+        let at = usize::from(self.len);
+        let fits = (at < FRONT) & !self.deep;
+        if fits {
+            self.ranks[at] = rank;
+            self.blocks[at] = Some(block);
+            self.len += 1;
+        }
+        fits
+    }
+
+    /// Where `rank` is; [`FRONT`] if it is not here.
+    #[inline]
+    fn position(&self, rank: u64) -> usize {
+        (0..FRONT).fold(FRONT, |found, at| if self.ranks[at] == rank { at } else { found })
+    }
+
+    #[inline]
+    fn take(&mut self, at: usize) {
+        let last = usize::from(self.len) - 1;
+        self.ranks[at] = self.ranks[last];
+        self.blocks[at] = self.blocks[last];
+        self.ranks[last] = u64::MAX;
+        self.len -= 1;
+    }
+
+    /// The least that is not below `rank`.
+    #[inline]
+    fn at_or_above(&self, rank: u64) -> Option<(u64, BlockIdx)> {
+        // What is below wraps around, and so comes after the empty places.
+        let ahead = |at: usize| self.ranks[at].wrapping_sub(rank);
+        let (mut least, mut found) = (ahead(0), self.blocks[0]);
+        for at in 1..FRONT {
+            let next = ahead(at);
+            found = if next < least { self.blocks[at] } else { found };
+            least = least.min(next);
+        }
+        if least >= u64::MAX - rank {
+            return None;
+        }
+        Some((rank + least, found?))
+    }
+
+    /// Where the last in order is.
+    fn largest(&self) -> usize {
+        (1..FRONT).fold(0, |found, at| if self.ranks[at] > self.ranks[found] { at } else { found })
+    }
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -62,154 +180,10 @@ struct Entry {
     block: BlockIdx,
 }
 
-/// Blocks in descending order: the best one is last, where it is cheap to take.
-type Run = Vec<Entry>;
-
-/// Where `key` is in a run, or where it would be.
-fn position(run: &Run, key: FreeKey) -> usize {
-    run.partition_point(|entry| entry.key > key)
-}
-
-/// The blocks of one bin. The best one is kept apart: most bins hold no other, and most searches ask
-/// for no other.
-#[derive(Debug, Default)]
-struct Bin {
-    /// `None` only in an empty bin.
-    best: Option<Entry>,
-    /// The next better ones. Empty only if `rest` is.
-    low: Run,
-    /// Larger keys, run by run, ascending.
-    rest: Vec<Run>,
-}
-
-impl Bin {
-    #[inline]
-    fn insert(&mut self, entry: Entry) {
-        match self.best {
-            None => self.best = Some(entry),
-            Some(best) if entry.key < best.key && self.low.len() < RUN_MAX => {
-                self.low.push(best);
-                self.best = Some(entry);
-            }
-            Some(best) if entry.key < best.key => {
-                self.insert_among(best);
-                self.best = Some(entry);
-            }
-            Some(_) => self.insert_among(entry),
-        }
-    }
-
-    /// Removes `key`. Returns whether the bin is empty now.
-    #[inline]
-    fn remove(&mut self, key: FreeKey) -> bool {
-        if self.best.is_none_or(|best| best.key != key) {
-            self.remove_among(key);
-            return false;
-        }
-        self.best = self.low.pop();
-        if self.low.is_empty() && !self.rest.is_empty() {
-            self.low = self.rest.remove(0);
-        }
-        self.best.is_none()
-    }
-
-    /// Puts `new` in the place of `old`, if that is its place among the others.
-    #[inline]
-    fn replace_best(&mut self, old: FreeKey, new: Entry) -> bool {
-        let next = self.low.last();
-        match &mut self.best {
-            Some(best) if best.key == old && next.is_none_or(|next| new.key < next.key) => {
-                *best = new;
-                true
-            }
-            _ => false,
-        }
-    }
-
-    /// The smallest entry that is not below `key`.
-    #[inline]
-    fn at_or_above(&self, key: FreeKey) -> Option<&Entry> {
-        match &self.best {
-            Some(best) if best.key >= key => Some(best),
-            _ if self.low.is_empty() => None,
-            _ => self.at_or_above_among(key),
-        }
-    }
-
-    /// The run that holds `key` or would: the first whose largest key is not below it.
-    fn run_of(&mut self, key: FreeKey) -> usize {
-        if self.rest.is_empty() || self.low.first().is_some_and(|entry| entry.key >= key) {
-            return 0;
-        }
-        let rest = self.rest.partition_point(|run| run[0].key < key);
-        (rest + 1).min(self.rest.len())
-    }
-
-    fn run(&mut self, index: usize) -> &mut Run {
-        match index {
-            0 => &mut self.low,
-            _ => &mut self.rest[index - 1],
-        }
-    }
-
-    #[inline(never)]
-    fn insert_among(&mut self, entry: Entry) {
-        let index = self.run_of(entry.key);
-        let run = self.run(index);
-        let at = position(run, entry.key);
-        debug_assert!(
-            run.get(at).is_none_or(|next| next.key != entry.key),
-            "I2: one address twice"
-        );
-        run.insert(at, entry);
-        if run.len() > RUN_MAX {
-            // The upper half, which comes first, becomes a run of its own above.
-            let lower = run.split_off(RUN_MAX / 2);
-            let upper = std::mem::replace(run, lower);
-            self.rest.insert(index, upper);
-        }
-    }
-
-    #[inline(never)]
-    fn remove_among(&mut self, key: FreeKey) {
-        let index = self.run_of(key);
-        let run = self.run(index);
-        let at = position(run, key);
-        assert!(
-            run.get(at).is_some_and(|entry| entry.key == key),
-            "I4: the free block at {} is not in the index",
-            key.addr
-        );
-        run.remove(at);
-        if run.is_empty() && !self.rest.is_empty() {
-            // An empty `low` takes the place of the next run.
-            let next = self.rest.remove(index.saturating_sub(1));
-            if index == 0 {
-                self.low = next;
-            }
-        }
-    }
-
-    #[inline(never)]
-    fn at_or_above_among(&self, key: FreeKey) -> Option<&Entry> {
-        let within = |run: &'_ Run| run.partition_point(|entry| entry.key >= key).checked_sub(1);
-        if self.low.first()?.key >= key {
-            return self.low.get(within(&self.low)?);
-        }
-        let run = self.rest.get(self.rest.partition_point(|run| run[0].key < key))?;
-        run.get(within(run)?)
-    }
-
-    fn iter(&self) -> impl Iterator<Item = &Entry> {
-        let rest = self.rest.iter().flat_map(|run| run.iter().rev());
-        self.best.iter().chain(self.low.iter().rev()).chain(rest)
-    }
-}
-
 /// Best fit by size, ties by lowest address.
 ///
-/// The block that came or changed last is kept aside, outside the bins: most often the next request
-/// is cut from it, or it merges with the next block freed, and then no bin is touched at all.
+/// The block that came or changed last is kept aside, outside the bins: the next request is often
+/// cut from it, or it merges with the next block freed, and then no bin is written at all.
 #[derive(Debug, Default)]
 pub(crate) struct FreeIndex {
     latest: Option<Entry>,
@@ -219,9 +193,11 @@ pub(crate) struct FreeIndex {
     words: [u64; WORDS],
     /// Made on the first insertion.
     bins: Vec<Bin>,
+    /// What the bins have no room for, by bin. Made when that is first so.
+    deep: Vec<Runs<u64>>,
+    /// Blocks that are in no bin.
+    huge: Runs<FreeKey>,
 }
-
-const _: () = assert!(WORDS <= 64);
 
 impl FreeIndex {
     #[inline]
@@ -231,21 +207,53 @@ impl FreeIndex {
         }
     }
 
-    #[inline(never)]
-    fn insert_binned(&mut self, entry: Entry) {
-        let bin = bin_of(entry.key.bytes);
-        match self.bins.get_mut(bin) {
-            Some(bin) => bin.insert(entry),
-            None => self.make_bins()[bin].insert(entry),
+    #[inline]
+    fn insert_binned(&mut self, Entry { key, block }: Entry) {
+        match Place::of(key) {
+            Some(place) => self.insert_at(place, block),
+            None => self.huge.insert(key, block),
+        }
+    }
+
+    #[inline]
+    fn insert_at(&mut self, Place { bin, rank }: Place, block: BlockIdx) {
+        let pushed = self.bins.get_mut(bin).is_some_and(|slot| slot.push(rank, block));
+        if !pushed {
+            self.insert_deep(bin, rank, block);
         }
         self.words[bin / 64] |= 1 << (bin % 64);
         self.summary |= 1 << (bin / 64);
     }
 
-    #[cold]
-    fn make_bins(&mut self) -> &mut [Bin] {
-        self.bins.resize_with(BINS, Bin::default);
-        &mut self.bins
+    /// [`insert_at`](Self::insert_at) where the bin is full, or has others.
+    #[inline(never)]
+    fn insert_deep(&mut self, bin: usize, mut rank: u64, mut block: BlockIdx) {
+        if self.bins.is_empty() {
+            self.bins.resize_with(BINS, Bin::default);
+            self.bins[bin].push(rank, block);
+            return;
+        }
+        if self.deep.is_empty() {
+            self.deep.resize_with(BINS, Runs::default);
+        }
+        let (slot, deep) = (&mut self.bins[bin], &mut self.deep[bin]);
+        let is_first = deep.first().is_none_or(|first| rank < first.0);
+        if is_first && usize::from(slot.len) < FRONT {
+            slot.deep = false;
+            slot.push(rank, block);
+            slot.deep = !deep.is_empty();
+            return;
+        }
+        if is_first {
+            // The largest here has to make room, if it is not the new one.
+            let at = slot.largest();
+            if slot.ranks[at] > rank {
+                std::mem::swap(&mut slot.ranks[at], &mut rank);
+                block = slot.blocks[at].replace(block).expect("I10: a full bin has blocks");
+            }
+        }
+        deep.insert(rank, block);
+        slot.deep = true;
     }
 
     /// # Panics
@@ -260,13 +268,36 @@ impl FreeIndex {
 
     #[inline(never)]
     fn remove_binned(&mut self, key: FreeKey) {
-        let bin = bin_of(key.bytes);
-        if self.bins[bin].remove(key) {
-            self.words[bin / 64] &= !(1 << (bin % 64));
-            if self.words[bin / 64] == 0 {
-                self.summary &= !(1 << (bin / 64));
+        let Some(Place { bin, rank }) = Place::of(key) else { return self.huge.remove(key) };
+        let slot = &mut self.bins[bin];
+        if slot.deep {
+            return self.remove_deep(bin, rank);
+        }
+        let at = slot.position(rank);
+        assert!(at < FRONT, "I4: {key:?} is not in the index");
+        slot.take(at);
+        // Whether the bin is empty now is hard to foretell, so there is no branch.
+        let word = &mut self.words[bin / 64];
+        *word &= !(u64::from(slot.len == 0) << (bin % 64));
+        self.summary &= !(u64::from(*word == 0) << (bin / 64));
+    }
+
+    /// [`remove_binned`](Self::remove_binned) where the bin has others.
+    #[inline(never)]
+    fn remove_deep(&mut self, bin: usize, rank: u64) {
+        let (slot, deep) = (&mut self.bins[bin], &mut self.deep[bin]);
+        match slot.position(rank) {
+            FRONT => deep.remove(rank),
+            at => slot.take(at),
+        }
+        if slot.len == 0 {
+            slot.deep = false;
+            // Not all that there is room for, so that the next insertion finds some.
+            for (rank, block) in std::iter::from_fn(|| deep.pop_first()).take(FRONT - 1) {
+                slot.push(rank, block);
             }
         }
+        slot.deep = !deep.is_empty();
     }
 
     /// The same as removing `old` and inserting the other: a block became larger or smaller.
@@ -275,19 +306,12 @@ impl FreeIndex {
     /// If no block has the key `old`.
     #[inline]
     pub(crate) fn replace(&mut self, old: FreeKey, key: FreeKey, block: BlockIdx) {
-        let new = Entry { key, block };
         match &mut self.latest {
-            Some(latest) if latest.key == old => *latest = new,
-            _ => self.replace_binned(old, new),
-        }
-    }
-
-    #[inline(never)]
-    fn replace_binned(&mut self, old: FreeKey, new: Entry) {
-        let bin = bin_of(old.bytes);
-        if bin != bin_of(new.key.bytes) || !self.bins[bin].replace_best(old, new) {
-            self.remove_binned(old);
-            self.insert(new.key, new.block);
+            Some(latest) if latest.key == old => *latest = Entry { key, block },
+            _ => {
+                self.remove_binned(old);
+                self.insert(key, block);
+            }
         }
     }
 
@@ -299,36 +323,40 @@ impl FreeIndex {
 
     /// The next block in order.
     pub(crate) fn after(&self, key: FreeKey) -> Option<(FreeKey, BlockIdx)> {
-        self.at_or_above(FreeKey { addr: Addr::new(key.addr.get() + 1), ..key })
+        self.at_or_above(FreeKey { addr: key.addr + BLOCK_BYTES_MIN, ..key })
     }
 
     #[inline]
     fn at_or_above(&self, key: FreeKey) -> Option<(FreeKey, BlockIdx)> {
-        let latest = self.latest.as_ref().filter(|latest| latest.key >= key);
         let binned = self.binned_at_or_above(key);
-        let entry = match (latest, binned) {
-            (Some(latest), Some(binned)) if latest.key < binned.key => latest,
-            (latest, binned) => binned.or(latest)?,
-        };
-        Some((entry.key, entry.block))
+        let Some(latest) = self.latest else { return binned };
+        let (first, block) = binned.unwrap_or((FreeKey::MAX, latest.block));
+        // Which one it is is hard to foretell.
+        let is_latest = (latest.key >= key) & (latest.key < first);
+        let found = select_unpredictable(is_latest, (latest.key, latest.block), (first, block));
+        (found.0 != FreeKey::MAX).then_some(found)
     }
 
     #[inline]
-    fn binned_at_or_above(&self, key: FreeKey) -> Option<&Entry> {
-        let own = bin_of(key.bytes);
-        let bin = self.first_bin(own)?;
-        let best = self.bins[bin].best.as_ref();
-        match best {
-            Some(best) if best.key < key => self.beyond_best(own, key),
-            _ => best,
+    fn binned_at_or_above(&self, key: FreeKey) -> Option<(FreeKey, BlockIdx)> {
+        let Some(own) = Place::of(key) else { return self.huge.at_or_above(key) };
+        let Some(bin) = self.first_bin(own.bin) else { return self.huge.first() };
+        let rank = if bin == own.bin { own.rank } else { 0 };
+        match self.bins[bin].at_or_above(rank) {
+            Some((rank, block)) => Some((Place { bin, rank }.key(), block)),
+            None => self.beyond_front(own),
         }
     }
 
-    /// [`binned_at_or_above`](Self::binned_at_or_above) where the best block of the bin is too small.
+    /// [`binned_at_or_above`](Self::binned_at_or_above) where the first blocks of the bin are too small.
     #[inline(never)]
-    fn beyond_best(&self, bin: usize, key: FreeKey) -> Option<&Entry> {
-        let own = self.bins[bin].at_or_above(key);
-        own.or_else(|| self.bins[self.first_bin(bin + 1)?].best.as_ref())
+    fn beyond_front(&self, Place { bin, rank }: Place) -> Option<(FreeKey, BlockIdx)> {
+        let found = |bin| move |(rank, block)| (Place { bin, rank }.key(), block);
+        let deep = self.deep.get(bin).and_then(|deep| deep.at_or_above(rank));
+        deep.map(found(bin)).or_else(|| match self.first_bin(bin + 1) {
+            Some(next) => self.bins[next].at_or_above(0).map(found(next)),
+            None => self.huge.first(),
+        })
     }
 
     /// The first bin from `from` on that is not empty.
@@ -353,17 +381,29 @@ impl FreeIndex {
 
     /// The blocks of at least `bytes`, ascending.
     pub(crate) fn iter_from(&self, bytes: u64) -> impl Iterator<Item = (FreeKey, BlockIdx)> + '_ {
-        let mut latest = self.latest.as_ref().filter(|latest| latest.key.bytes >= bytes);
-        let first = self.first_bin(bin_of(bytes));
+        let mut latest = self.latest.map(|latest| (latest.key, latest.block));
+        let key = FreeKey { bytes, addr: Addr::NULL };
+        let first = Place::of(key).and_then(|own| self.first_bin(own.bin));
         let occupied = std::iter::successors(first, |bin| self.first_bin(bin + 1));
-        let bins = occupied.flat_map(|bin| self.bins[bin].iter());
-        let mut binned = bins.skip_while(move |entry| entry.key.bytes < bytes).peekable();
-        let entries = std::iter::from_fn(move || match (latest, binned.peek()) {
-            (Some(first), Some(next)) if first.key > next.key => binned.next(),
+        let mut binned =
+            occupied.flat_map(|bin| self.iter_bin(bin)).chain(self.huge.iter()).peekable();
+        let all = std::iter::from_fn(move || match (latest, binned.peek()) {
+            (Some((first, _)), Some((next, _))) if first > *next => binned.next(),
             (Some(_), _) => latest.take(),
             (None, _) => binned.next(),
         });
-        entries.map(|entry| (entry.key, entry.block))
+        all.skip_while(move |(key, _)| key.bytes < bytes)
+    }
+
+    fn iter_bin(&self, bin: usize) -> impl Iterator<Item = (FreeKey, BlockIdx)> + '_ {
+        let slot = &self.bins[bin];
+        let front = slot.ranks.iter().zip(&slot.blocks).take(usize::from(slot.len));
+        let mut front: SmallVec<[_; FRONT]> =
+            front.filter_map(|(rank, block)| Some((*rank, (*block)?))).collect();
+        front.sort_unstable();
+        let deep = self.deep.get(bin).into_iter().flat_map(Runs::iter);
+        let found = move |(rank, block)| (Place { bin, rank }.key(), block);
+        front.into_iter().chain(deep).map(found)
     }
 
     pub(crate) fn contains(&self, key: FreeKey, block: BlockIdx) -> bool {
@@ -386,16 +426,33 @@ mod tests {
         FreeKey { bytes, addr: Addr::new(addr) }
     }
 
+    fn place(bytes: u64, addr: u64) -> Place {
+        Place::of(key(bytes, addr)).expect("a bin")
+    }
+
     #[test]
-    fn bins_are_ordered_like_sizes() {
-        let mut last = 0;
+    fn places_are_ordered_like_keys() {
+        let mut last = place(512, 0);
+        assert_eq!(last.bin, 1);
         for quanta in 1..200_000u64 {
-            let bin = bin_of(quanta * 512);
-            assert!(bin == last || bin == last + 1, "{quanta}");
-            last = bin;
+            let lowest = place(quanta * 512, 0);
+            assert!(
+                lowest.bin == last.bin && lowest.rank >= last.rank || lowest.bin == last.bin + 1
+            );
+            last = place(quanta * 512, ADDRESS_END - quanta * 512);
+            assert!(last.bin == lowest.bin && last.rank > lowest.rank, "{quanta}");
+            assert_eq!(lowest.key(), key(quanta * 512, 0));
+            assert_eq!(last.key(), key(quanta * 512, ADDRESS_END - quanta * 512));
         }
-        assert!(bin_of((1 << 62) - 512) < BINS);
-        assert_eq!(bin_of(512), 1);
+    }
+
+    #[test]
+    fn the_largest_block_of_a_bin_and_the_first_of_none() {
+        let largest = HUGE_BYTES_MIN - 512;
+        let top = place(largest, ADDRESS_END - largest);
+        assert_eq!((top.bin, top.key()), (BINS - 1, key(largest, ADDRESS_END - largest)));
+        assert!(top.rank < u64::MAX);
+        assert_eq!(Place::of(key(HUGE_BYTES_MIN, 0)), None);
     }
 
     /// xorshift64*
@@ -410,13 +467,14 @@ mod tests {
         }
     }
 
-    /// The same operations on the index and on a `BTreeMap`, compared after each.
-    fn differential(seed: u64, steps: usize, sizes: u64, addresses: u64) {
+    /// The same operations on the index and on a `BTreeMap`, compared after each. Sizes are multiples of
+    /// `unit` quanta.
+    fn differential(seed: u64, steps: usize, sizes: u64, addresses: u64, unit: u64) {
         let mut random = Random(seed);
         let mut index = FreeIndex::default();
         let mut model = BTreeMap::new();
         for step in 0..steps {
-            let quanta = 1 + random.below(sizes) * random.below(sizes).max(1);
+            let quanta = unit * (1 + random.below(sizes) * random.below(sizes).max(1));
             let at = key(quanta * 512, (1 + random.below(addresses)) * 512);
             // Grow for a while, then shrink, so that runs split and vanish.
             let grows = (step / 2_000).is_multiple_of(2);
@@ -455,9 +513,13 @@ mod tests {
 
     #[test]
     fn agrees_with_a_btree() {
-        differential(1, 20_000, 300, 1_000);
-        differential(2, 20_000, 3, 100_000);
-        differential(3, 20_000, 60_000, 50);
-        differential(4, 5_000, 2, 20);
+        differential(1, 20_000, 300, 1_000, 1);
+        differential(2, 20_000, 3, 100_000, 1);
+        differential(3, 20_000, 60_000, 50, 1);
+        differential(4, 5_000, 2, 20, 1);
+        // About half of them are in no bin.
+        differential(5, 20_000, 64, 1_000, HUGE_BYTES_MIN / 512 / 1_000);
+        // Widest bins, with room for few.
+        differential(6, 20_000, 4, 100_000, HUGE_BYTES_MIN / 512 / 10);
     }
 }

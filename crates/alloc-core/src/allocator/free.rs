@@ -6,7 +6,6 @@ use crate::backend::{Backend, Stream};
 use crate::block::{BlockId, BlockIdx, BlockState};
 use crate::error::AllocError;
 use crate::events::Pending;
-use crate::heap::SegmentId;
 use crate::trace::TraceBuffer;
 use crate::units::Addr;
 use smallvec::SmallVec;
@@ -38,7 +37,7 @@ impl<B: Backend> Shared<B> {
         let unknown = AllocError::UnknownAddress { addr };
         let Some((cell, segment)) = self.owner_of(addr) else { return Err(unknown) };
         if !self.tracing.load(Ordering::Relaxed)
-            && cell.free_if_unused(None, |body| body.live_in(segment, addr))
+            && cell.free_if_unused(None, |body| body.heap.live_at(segment, addr))
         {
             return Ok(());
         }
@@ -175,7 +174,7 @@ impl<B: Backend> HeapCell<B> {
     fn free_if_unused(
         &self,
         trace: Option<&mut TraceBuffer>,
-        find: impl FnOnce(&HeapBody<B>) -> Option<BlockIdx>,
+        find: impl FnOnce(&mut HeapBody<B>) -> Option<BlockIdx>,
     ) -> bool {
         self.edit(trace, |body, ledger| {
             let block = find(body).filter(|block| !body.heap.blocks[*block].used);
@@ -200,19 +199,6 @@ impl<B: Backend> HeapBody<B> {
         self.uses.remove(&block);
         self.heap.blocks[block].used = false;
         block
-    }
-
-    /// The block that is handed out at `addr`, in the segment that the directory names.
-    #[inline]
-    pub(super) fn live_in(&self, segment: SegmentId, addr: Addr) -> Option<BlockIdx> {
-        // The segment may have been given back since the directory was read.
-        let segment = self.heap.segments.get(segment)?;
-        if addr < segment.base || addr - segment.base >= segment.bytes {
-            return None;
-        }
-        let index = segment.live_at(addr)?;
-        let block = &self.heap.blocks[index];
-        (block.state == BlockState::Live && block.addr == addr).then_some(index)
     }
 
     /// The block that an id names, if it is live and starts at `addr`.

@@ -277,8 +277,8 @@ impl<B: Backend> Shared<B> {
     /// The heap and block id of the block handed out at exactly `addr`.
     fn find_live(&self, addr: Addr) -> Option<(&Arc<HeapCell<B>>, BlockId)> {
         let (cell, segment) = self.owner_of(addr)?;
-        let state = cell.state.lock();
-        let index = state.body.live_in(segment, addr)?;
+        let mut state = cell.state.lock();
+        let index = state.body.heap.live_at(segment, addr)?;
         Some((cell, state.body.heap.blocks.id(index)))
     }
 

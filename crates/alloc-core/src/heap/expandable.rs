@@ -97,8 +97,8 @@ impl Heap {
             self.classes[class.index()].unmapped.insert(addr, rest);
         }
         self.blocks[hole].state = BlockState::Held;
-        let segment = &mut self.segments[run.segment];
-        segment.prepare(run.addr - segment.base + run.bytes);
+        let end = run.addr - self.segments[run.segment].base + run.bytes;
+        self.segments.prepare(run.segment, end);
         ledger.stats.increase(Gauge::ReservedBytes, class, run.bytes);
         self.trace(ledger, TraceAction::SegmentMap, run.addr, run.bytes);
         let mut joined = hole;

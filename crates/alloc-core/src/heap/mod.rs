@@ -167,7 +167,9 @@ impl Heap {
         block.state = BlockState::Live;
         block.requested = request.requested;
         let (addr, bytes, segment) = (block.addr, block.bytes, block.segment);
-        self.segments[segment].note_live(addr, id);
+        if self.segments.are_searched() {
+            self.segments[segment].note_live(addr, id);
+        }
         ledger.stats.hand_out(request.class, bytes, request.requested);
         if self.rules.is_oversize(bytes) {
             ledger.stats.count_oversize_allocation(true);
@@ -224,15 +226,12 @@ impl Heap {
 
     #[inline]
     fn should_split(&self, block: &Block, request: &Request) -> bool {
-        if self.pool.no_split {
-            return false;
-        }
-        let rest = block.bytes - request.rounded;
-        if request.class == SizeClass::Small || request.expandable {
-            return rest >= BLOCK_BYTES_MIN;
-        }
+        // The class changes from request to request, so it decides without a branch.
+        let fine = (request.class == SizeClass::Small) | request.expandable;
         let splittable = self.rules.max_split_bytes.is_none_or(|max| request.rounded < max);
-        splittable && rest > SMALL_BYTES_MAX
+        let rest_min = if fine { BLOCK_BYTES_MIN } else { SMALL_BYTES_MAX + 1 };
+        let rest = block.bytes - request.rounded;
+        !self.pool.no_split & (fine | splittable) & (rest >= rest_min)
     }
 
     /// A free that waits for nothing: the client lets go (spec §3.1) and the block can be used again
@@ -321,7 +320,7 @@ impl Heap {
         ledger: &mut Ledger<'_>,
     ) -> BlockIdx {
         let block = self.adopt(id, base, bytes, class, SegmentKind::Whole, BlockState::Held);
-        self.segments[id].prepare(bytes);
+        self.segments.prepare(id, bytes);
         ledger.stats.increase(Gauge::Segment, class, 1);
         ledger.stats.increase(Gauge::ReservedBytes, class, bytes);
         if self.rules.is_oversize(bytes) {

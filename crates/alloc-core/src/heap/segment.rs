@@ -1,6 +1,7 @@
 //! The segments of a heap, and where the blocks handed out start in them.
 
-use crate::block::BlockIdx;
+use super::Heap;
+use crate::block::{BlockIdx, BlockState};
 use crate::size_class::{BLOCK_BYTES_MIN, OURS_SMALL_BYTES_MAX, SizeClass};
 use crate::units::Addr;
 
@@ -46,7 +47,7 @@ pub(crate) struct SegmentInfo {
     /// The blocks handed out last, by where they start. One entry for each place where one can: at
     /// every quantum in the small class; in the large one, whose blocks are larger than that, in every
     /// [`OURS_SMALL_BYTES_MAX`] bytes. Entries stay when blocks are freed: who reads one looks at the
-    /// block as well.
+    /// block as well. Empty until somebody does ([`Heap::live_at`]).
     live: Vec<Option<BlockIdx>>,
 }
 
@@ -66,7 +67,7 @@ impl SegmentInfo {
     }
 
     /// Makes room for live blocks in the first `bytes` of the segment.
-    pub(crate) fn prepare(&mut self, bytes: u64) {
+    fn prepare(&mut self, bytes: u64) {
         let places = bytes.div_ceil(self.place_bytes()) as usize;
         if self.live.len() < places {
             self.live.resize(places, None);
@@ -104,6 +105,38 @@ impl SegmentInfo {
     }
 }
 
+impl Heap {
+    /// The block handed out at exactly `addr`, which is said to lie in a segment. From the first such
+    /// search on the heap remembers where blocks start: handles do without.
+    #[inline]
+    pub(crate) fn live_at(&mut self, segment: SegmentId, addr: Addr) -> Option<BlockIdx> {
+        if !self.segments.are_searched() {
+            self.note_all_live();
+        }
+        let segment = self.segments.get(segment)?;
+        if addr < segment.base || addr - segment.base >= segment.bytes {
+            return None;
+        }
+        let index = segment.live_at(addr)?;
+        let block = &self.blocks[index];
+        (block.state == BlockState::Live && block.addr == addr).then_some(index)
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn note_all_live(&mut self) {
+        self.segments.searched = true;
+        let backed = self.blocks.iter().filter(|(_, block)| block.state != BlockState::Unmapped);
+        for (index, block) in backed {
+            let segment = &mut self.segments[block.segment];
+            segment.prepare(block.end() - segment.base);
+            if block.state == BlockState::Live {
+                segment.note_live(block.addr, index);
+            }
+        }
+    }
+}
+
 /// The segments of a heap, by id. Ids of segments given back are used again.
 #[derive(Debug, Default)]
 pub(crate) struct SegmentTable {
@@ -111,9 +144,24 @@ pub(crate) struct SegmentTable {
     vacant: Vec<SegmentId>,
     /// Segments so far.
     made: u64,
+    /// Whether segments know the blocks handed out in them.
+    searched: bool,
 }
 
 impl SegmentTable {
+    /// Whether segments have to know the blocks handed out in them.
+    #[inline]
+    pub(crate) const fn are_searched(&self) -> bool {
+        self.searched
+    }
+
+    /// Makes room for live blocks in the first `bytes` of a segment.
+    pub(crate) fn prepare(&mut self, id: SegmentId, bytes: u64) {
+        if self.searched {
+            self[id].prepare(bytes);
+        }
+    }
+
     /// The id that the next [`insert`](Self::insert) gives.
     pub(crate) fn next_id(&self) -> SegmentId {
         let next = || SegmentId(u32::try_from(self.slots.len()).expect("fewer than 2^32 segments"));
