@@ -6,7 +6,7 @@
 #![cfg(shuttle)]
 
 use alloc_core::config::{PeakMode, Settings};
-use alloc_core::{Addr, CachingAllocator, Config, DeviceId, Policy, PoolOptions};
+use alloc_core::{Addr, CachingAllocator, Config, DeviceId, Policy, PoolOptions, ScopeFilter};
 use mock_backend::{Call, Judged, MockBackend, MockStream};
 use shuttle::rand::{Rng, thread_rng};
 use shuttle::thread;
@@ -189,6 +189,26 @@ fn a_query_that_asks_for_memory() {
         }
         if n == 0 {
             judged.subject.empty_cache().expect("emptied");
+        }
+    });
+}
+
+/// Pools lose their scope and their last reference while requests of other threads look at the scope:
+/// who lets go of it last ends the pool.
+#[test]
+fn pools_end_while_requests_look_at_their_scopes() {
+    play(8 << 30, |stage, n| {
+        let alloc = &stage.judged.subject;
+        let claims_nothing = |_: &MockStream| {
+            thread::yield_now();
+            false
+        };
+        for _ in 0..3 {
+            let pool = alloc.create_pool(DEV, PoolOptions::new()).expect("a pool");
+            let scope = pool.scope(ScopeFilter::When(Arc::new(claims_nothing)));
+            let addr = stage.judged.allocate(KIB, &stage.streams[n]).expect("memory");
+            drop((scope, pool));
+            stage.judged.free(addr).expect("live");
         }
     });
 }

@@ -4,7 +4,7 @@ use super::{Hold, Pool, PoolRef};
 use crate::allocator::{AllocResult, HeapCell, Shared};
 use crate::backend::{Backend, CaptureId, CaptureStatus, Stream};
 use crate::sync::RwLock;
-use crate::units::StreamId;
+use crate::units::{DeviceId, StreamId};
 use std::fmt;
 use std::marker::PhantomData;
 use std::sync::Arc;
@@ -122,16 +122,10 @@ impl<B: Backend> Scopes<B> {
         self.mask.load(Ordering::Relaxed) == 0
     }
 
-    /// The pool of the innermost scope that claims a request on `stream`, with this status, from this
-    /// thread. It cannot end while the scope is in hand.
-    fn find(&self, stream: &B::Stream, status: CaptureStatus) -> Option<Arc<Scope<B::Stream>>> {
-        let thread = THREAD.with(|tag| *tag);
+    /// The scopes, if one of them may claim a request on `stream` from this thread.
+    fn candidates(&self, thread: ThreadTag, stream: &B::Stream) -> Option<ScopeList<B::Stream>> {
         let bits = bit(thread.0) | bit(stream.id().get());
-        if self.mask.load(Ordering::Relaxed) & bits == 0 {
-            return None;
-        }
-        let list = Arc::clone(&self.list.read());
-        list.iter().rev().find(|scope| scope.claims(thread, stream, status)).cloned()
+        (self.mask.load(Ordering::Relaxed) & bits != 0).then(|| Arc::clone(&self.list.read()))
     }
 
     fn change(&self, change: impl FnOnce(&mut Vec<Arc<Scope<B::Stream>>>)) {
@@ -160,23 +154,46 @@ impl<B: Backend> Shared<B> {
     pub(in crate::allocator) fn route(
         &self,
         cell: &HeapCell<B>,
-    ) -> AllocResult<Option<Routed<B>>, B> {
+    ) -> AllocResult<Option<Routed<'_, B>>, B> {
         if cell.private {
             return Ok(None);
         }
         let status = self.capture_status(&cell.stream)?;
+        let thread = THREAD.with(|tag| *tag);
         let scopes = &self.devices[cell.device.index()].pools.scopes;
-        Ok(scopes.find(&cell.stream, status).map(|scope| {
-            let cell = self.heap_in(&scope.pool.0, &cell.stream);
-            Routed { cell, _scope: scope }
-        }))
+        let Some(list) = scopes.candidates(thread, &cell.stream) else { return Ok(None) };
+        let in_hand = InHand { shared: self, device: cell.device, list };
+        // The innermost of those that claim it.
+        let mut innermost = in_hand.list.iter().rev();
+        let scope = innermost.find(|scope| scope.claims(thread, &cell.stream, status));
+        let routed = scope.map(|scope| self.heap_in(&scope.pool.0, &cell.stream));
+        Ok(routed.map(|cell| Routed { cell, _scopes: in_hand }))
     }
 }
 
 /// Where a claimed request goes. Its pool does not end meanwhile.
-pub(in crate::allocator) struct Routed<B: Backend> {
+pub(in crate::allocator) struct Routed<'a, B: Backend> {
     pub(in crate::allocator) cell: Arc<HeapCell<B>>,
-    _scope: Arc<Scope<B::Stream>>,
+    _scopes: InHand<'a, B>,
+}
+
+/// The scopes that a request has in hand. They may end meanwhile, and the references to their pools
+/// go: who lets go of the pools last ends them.
+struct InHand<'a, B: Backend> {
+    shared: &'a Shared<B>,
+    device: DeviceId,
+    list: ScopeList<B::Stream>,
+}
+
+impl<B: Backend> Drop for InHand<'_, B> {
+    fn drop(&mut self) {
+        let scopes = Arc::into_inner(std::mem::take(&mut self.list)).unwrap_or_default();
+        for scope in scopes.into_iter().filter_map(Arc::into_inner) {
+            let pool = scope.pool.0.id();
+            drop(scope);
+            self.shared.end_pool(self.device, pool);
+        }
+    }
 }
 
 /// While it lives, requests that its filter claims go to its pool, unless a scope that was opened
