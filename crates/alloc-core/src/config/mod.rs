@@ -1,7 +1,9 @@
 //! Configuration: what an allocator is made with, and what may change while it runs.
 
+mod ours;
 mod parse;
 
+pub use ours::OursSettings;
 pub use parse::ConfError;
 
 use crate::size_class::{
@@ -133,59 +135,6 @@ pub struct Settings {
     pub pinned_cached_bytes_max: Option<u64>,
     /// What only policy `ours` has.
     pub ours: OursSettings,
-}
-
-/// How policy `ours` grows expandable segments; keys of the settings string begin with `ours_`.
-#[derive(Clone, Copy, PartialEq, Debug)]
-pub struct OursSettings {
-    /// `ours_margin`, from 0 to 1 without 1: memory is moved rather than created once this fraction
-    /// more is reserved than was ever needed. Larger means fewer moves and more memory.
-    pub margin: f64,
-    /// `ours_margin_min_mb`, in bytes: but not below this much more.
-    pub margin_bytes_min: u64,
-    /// `ours_ahead`: within the margin, up to this many times the request is created at once.
-    pub ahead: u32,
-    /// `ours_handle_max_mb`, in bytes: the largest physical handle to create for usual growth.
-    pub handle_bytes_max: u64,
-    /// `ours_handle_share`: and no handle is larger than the request it is created for divided by
-    /// this. Where requests are cut from small handles, few are left partly used.
-    pub handle_share: u32,
-    /// `ours_handle_parts`: a request that would take more handles than this gets larger ones, of up to
-    /// 20 MiB.
-    pub handle_parts: u32,
-    /// `ours_handle_calm_mb`, in bytes: the largest one where memory only grows, as when weights are
-    /// loaded.
-    pub handle_bytes_calm: u64,
-    /// `ours_part_min_kb`, in bytes: the smallest free end of a partly used handle that is mapped
-    /// where it helps, unless nothing else avoids running out of memory.
-    pub part_bytes_min: u64,
-    /// `ours_views_max`: places where one handle may be mapped at once; above, old ones are unmapped
-    /// when they are known to be unused, and no part of the handle moves.
-    pub views_max: u32,
-    /// `ours_stall_share`, from 0 to 1 without 1: the share of time that moving memory may take, where
-    /// the allocator has a clock.
-    pub stall_share: f64,
-    /// `ours_hurry_max`, from 0 to 1 without 1: where that does not suffice, up to this fraction more
-    /// is reserved than was ever needed.
-    pub hurry_max: f64,
-}
-
-impl Default for OursSettings {
-    fn default() -> Self {
-        OursSettings {
-            margin: 0.005,
-            margin_bytes_min: 24 << 20,
-            ahead: 4,
-            handle_bytes_max: 14 << 20,
-            handle_share: 1,
-            handle_parts: 16,
-            handle_bytes_calm: 64 << 20,
-            part_bytes_min: 1 << 20,
-            views_max: 8,
-            stall_share: 0.01,
-            hurry_max: 0.5,
-        }
-    }
 }
 
 impl Default for Settings {

@@ -168,9 +168,11 @@ fn set(settings: &mut Settings, entry: &Entry<'_>) -> Result<(), ConfError> {
 
 fn set_ours(ours: &mut OursSettings, entry: &Entry<'_>) -> Result<(), ConfError> {
     match entry.key {
+        "ours_goal" => *ours = goal(entry)?,
         "ours_margin" => ours.margin = fraction(entry)?,
         "ours_margin_min_mb" => ours.margin_bytes_min = bounded_mib(entry, 0)?,
         "ours_handle_max_mb" => ours.handle_bytes_max = bounded_mib(entry, 2)?,
+        "ours_step" => ours.step = fraction(entry)?,
         "ours_handle_calm_mb" => ours.handle_bytes_calm = bounded_mib(entry, 2)?,
         "ours_part_min_kb" => ours.part_bytes_min = up_to(entry, 1 << 30)? as u64 * 1024,
         "ours_handle_share" => ours.handle_share = up_to(entry, 1024)?,
@@ -182,6 +184,14 @@ fn set_ours(ours: &mut OursSettings, entry: &Entry<'_>) -> Result<(), ConfError>
         _ => return Err(entry.error("there is no such setting")),
     }
     Ok(())
+}
+
+fn goal(entry: &Entry<'_>) -> Result<OursSettings, ConfError> {
+    match entry.text {
+        "memory" => Ok(OursSettings::default()),
+        "speed" => Ok(OursSettings::speed()),
+        _ => Err(entry.error("must be memory or speed")),
+    }
 }
 
 /// A whole number from 1 to `most`.

@@ -48,7 +48,7 @@ const OURS: [&[&str]; 7] = [
     &["ours_handle_max_mb:2", "ours_handle_max_mb:6", "ours_handle_max_mb:32"],
     &["ours_handle_calm_mb:2", "ours_handle_calm_mb:16", "ours_handle_share:4"],
     &["ours_part_min_kb:4", "ours_part_min_kb:4096"],
-    &["ours_ahead:1", "ours_ahead:2"],
+    &["ours_ahead:1", "ours_ahead:2", "ours_step:0.2"],
     &["ours_views_max:1", "ours_views_max:2"],
 ];
 

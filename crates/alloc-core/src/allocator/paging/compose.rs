@@ -43,6 +43,8 @@ pub(super) struct Task<'a> {
     pub(super) unit: u64,
     /// What may be created before memory is moved.
     pub(super) headroom: u64,
+    /// What is created at once at least, if anything.
+    pub(super) step: u64,
     pub(super) handle_bytes_max: u64,
     /// The smallest part of a handle that moves without the rest.
     pub(super) part_bytes_min: u64,
@@ -214,7 +216,12 @@ impl Task<'_> {
             if less < whole {
                 head = longest;
             }
-            plan.parts.extend(cut(less, self.handle_bytes_max));
+            let mut create = less;
+            if 0 < less && less < self.step {
+                head = None;
+                create = whole.max(self.step);
+            }
+            plan.parts.extend(cut(create, self.handle_bytes_max));
         }
         plan.add_end(self, head.copied());
         plan

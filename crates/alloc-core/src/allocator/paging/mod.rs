@@ -59,6 +59,8 @@ struct Terms {
     line: u64,
     /// Most bytes that were ever needed.
     peak: u64,
+    /// What is created at once at least.
+    step: u64,
     /// The largest new handle.
     handle_bytes_max: u64,
     /// Whether other streams may be waited for.
@@ -93,6 +95,7 @@ impl<B: Backend> Shared<B> {
                 Err(Setback::Shortage(Shortage::Memory)) if !terms.desperate && !terms.pinned => {
                     terms.line = terms.line.min(device.reserved());
                     terms.desperate = true;
+                    terms.step = 0;
                 }
                 Err(Setback::Shortage(shortage)) => return Ok(Err(shortage)),
             }
@@ -141,6 +144,8 @@ impl<B: Backend> Shared<B> {
         let peak = device.needed_peak.fetch_max(needed, Ordering::Relaxed).max(needed);
         let margin = ((peak as f64 * knobs.margin) as u64).max(knobs.margin_bytes_min);
         let calm = cell.state.lock().body.heap.note_growth(request.class);
+        let step = if request.class == SizeClass::Small { 0.0 } else { peak as f64 * knobs.step };
+        let step = (step as u64).min(knobs.handle_bytes_max) / unit * unit;
         let pinned = cell.pool().is_pinned();
         let line = peak.saturating_add(margin).saturating_add(device.pace.extra());
         Terms {
@@ -148,7 +153,8 @@ impl<B: Backend> Shared<B> {
             unit,
             line: if pinned { u64::MAX } else { line },
             peak,
-            handle_bytes_max: handle_bytes_max(&knobs, request, unit, calm),
+            step,
+            handle_bytes_max: handle_bytes_max(&knobs, request, unit, calm).max(step),
             waiting,
             desperate: false,
             pinned,
@@ -184,7 +190,8 @@ impl<B: Backend> Shared<B> {
         let need = (request.rounded - behind.left_bytes()).next_multiple_of(terms.unit);
         if need <= headroom {
             let ahead = request.rounded.saturating_mul(u64::from(terms.knobs.ahead));
-            let ahead = ahead.max(terms.knobs.margin_bytes_min / 2).min(headroom).min(behind.bytes);
+            let least = terms.step.max(terms.knobs.margin_bytes_min / 2);
+            let ahead = ahead.max(least).min(headroom).min(behind.bytes);
             let ahead = if terms.pinned { need } else { ahead };
             let create = (ahead / terms.unit * terms.unit).max(need);
             let create = self.within_limit(device, create, need);
@@ -284,6 +291,7 @@ impl<B: Backend> Shared<B> {
                 wanted: request.rounded,
                 unit: terms.unit,
                 headroom,
+                step: terms.step,
                 handle_bytes_max: terms.handle_bytes_max,
                 part_bytes_min: least_part(terms),
                 // Views are dropped again at leisure.
@@ -312,7 +320,7 @@ impl<B: Backend> Shared<B> {
     /// Address space that a range may take beyond the request: handles are taken whole.
     fn slack(&self, store: &Store<B>, terms: &Terms) -> u64 {
         let largest = terms.knobs.handle_bytes_calm.max(store.layout().largest());
-        (4 * largest).next_multiple_of(terms.unit)
+        (4 * largest + terms.step).next_multiple_of(terms.unit)
     }
 
     /// [`find_sites`](Self::find_sites), reserving more address space if there is not enough.

@@ -1,0 +1,98 @@
+//! Settings that only policy `ours` has.
+
+/// How policy `ours` grows expandable segments; keys of the settings string begin with `ours_`.
+///
+/// The default spends driver calls to reserve little more than is needed; [`speed`](Self::speed) is
+/// for programs that are short of time instead. `ours_goal:memory` and `ours_goal:speed` choose between
+/// the two; keys that follow change single settings of them.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct OursSettings {
+    /// `ours_margin`, from 0 to 1 without 1: memory is moved rather than created once this fraction
+    /// more is reserved than was ever needed. Larger means fewer moves and more memory.
+    pub margin: f64,
+    /// `ours_margin_min_mb`, in bytes: but not below this much more.
+    pub margin_bytes_min: u64,
+    /// `ours_ahead`: within the margin, up to this many times the request is created at once.
+    pub ahead: u32,
+    /// `ours_step`, from 0 to 1 without 1: within the margin, at least this fraction of what was ever
+    /// needed is created at once, in one handle. Larger means fewer driver calls and more memory.
+    pub step: f64,
+    /// `ours_handle_max_mb`, in bytes: the largest physical handle to create for usual growth.
+    pub handle_bytes_max: u64,
+    /// `ours_handle_share`: and no handle is larger than the request it is created for divided by
+    /// this. Where requests are cut from small handles, few are left partly used.
+    pub handle_share: u32,
+    /// `ours_handle_parts`: a request that would take more handles than this gets larger ones, of up to
+    /// 20 MiB.
+    pub handle_parts: u32,
+    /// `ours_handle_calm_mb`, in bytes: the largest one where memory only grows, as when weights are
+    /// loaded.
+    pub handle_bytes_calm: u64,
+    /// `ours_part_min_kb`, in bytes: the smallest free end of a partly used handle that is mapped
+    /// where it helps, unless nothing else avoids running out of memory.
+    pub part_bytes_min: u64,
+    /// `ours_views_max`: places where one handle may be mapped at once; above, old ones are unmapped
+    /// when they are known to be unused, and no part of the handle moves.
+    pub views_max: u32,
+    /// `ours_stall_share`, from 0 to 1 without 1: the share of time that moving memory may take, where
+    /// the allocator has a clock.
+    pub stall_share: f64,
+    /// `ours_hurry_max`, from 0 to 1 without 1: where that does not suffice, up to this fraction more
+    /// is reserved than was ever needed.
+    pub hurry_max: f64,
+}
+
+impl OursSettings {
+    /// `ours_goal:speed`: few, large handles, created some time before they are needed. On recorded
+    /// training runs a third of the handles and of the time in driver calls, for 0 to 4 % more memory:
+    /// still less than PyTorch's expandable segments take.
+    pub fn speed() -> Self {
+        OursSettings {
+            margin: 0.02,
+            ahead: 1,
+            step: 0.006,
+            handle_bytes_max: 1 << 30,
+            handle_bytes_calm: 1 << 30,
+            part_bytes_min: 4 << 20,
+            ..Self::default()
+        }
+    }
+}
+
+impl Default for OursSettings {
+    fn default() -> Self {
+        OursSettings {
+            margin: 0.005,
+            margin_bytes_min: 24 << 20,
+            ahead: 4,
+            step: 0.0,
+            handle_bytes_max: 14 << 20,
+            handle_share: 1,
+            handle_parts: 16,
+            handle_bytes_calm: 64 << 20,
+            part_bytes_min: 1 << 20,
+            views_max: 8,
+            stall_share: 0.01,
+            hurry_max: 0.5,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::Settings;
+
+    #[test]
+    fn a_goal_sets_everything_and_later_keys_change_it() {
+        let mut settings = Settings::default();
+        settings.apply("ours_views_max:3,ours_goal:speed,ours_margin:0.25").unwrap();
+        assert_eq!(settings.ours, OursSettings { margin: 0.25, ..OursSettings::speed() });
+        settings.apply("ours_step:0.125").unwrap();
+        assert_eq!(settings.ours.step, 0.125);
+        let error = settings.apply("ours_goal:fun").unwrap_err().to_string();
+        assert!(error.contains("ours_goal") && error.contains("memory or speed"), "{error}");
+        settings.apply("ours_goal:memory").unwrap();
+        assert_eq!(settings.ours, OursSettings::default());
+    }
+}
