@@ -30,7 +30,7 @@ NO_GPU = 77
 OURS = [[], ["--api", "raw"]]
 OURS_AS_PYTORCH = [["--policy", "pytorch"],
                    ["--policy", "pytorch", "--conf", "expandable_segments:True"]]
-OURS_IN_REPLAYS = OURS + [["--conf", "ours_margin:0.04"]] + OURS_AS_PYTORCH
+OURS_IN_REPLAYS = OURS + [["--conf", "ours_goal:speed"]] + OURS_AS_PYTORCH
 
 PEERS = ["torch", "torch expandable", "async", "cub", "rmm_pool", "rmm_arena"]
 
