@@ -78,7 +78,7 @@ impl<B: HostBackend> HostAllocator<B> {
             let node = engine.any_node;
             let ask = Ask { pool, node, bytes };
             let (home, rounded) = slabs.at_hand(node, bytes);
-            if let Some(mut heap) = slabs.try_enter(home) {
+            if let Some(mut heap) = slabs.try_enter(home, bytes) {
                 return match heap.take_again(rounded, bytes) {
                     Some(taken) => Ok(engine.wrap(ask, (home, taken))),
                     None => self.serve_from(ask, rounded, home, heap),

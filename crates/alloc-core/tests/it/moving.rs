@@ -3,7 +3,7 @@
 
 use crate::rig::*;
 use alloc_core::{Addr, Policy};
-use mock_backend::{Call, MockStream, Rng, Work};
+use mock_backend::{Call, CaptureMode, MockStream, Rng, Work};
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -368,4 +368,35 @@ fn a_step_is_left_out_where_memory_is_short() {
         assert_eq!(asked(&rig).created.last(), Some(&created), "{device} MiB");
         assert_eq!(rig.reserved(), reserved * MIB, "{device} MiB");
     }
+}
+
+/// While a graph is captured, any other stream may join the capture at any moment, so none is asked
+/// for a new event (I9). What was idle when the capture was announced moves all the same.
+#[test]
+fn captures_find_out_beforehand_what_is_idle() {
+    let rig = rig(8);
+    let [s0, s1, s2] = [0, 1, 2].map(|n| rig.s(n));
+    let [early, between, late] = [40, 2, 40].map(|mib| rig.alloc(mib * MIB, &s0));
+    rig.free(early);
+    let mut memory = rig.graph_memory();
+    memory.expect().unwrap();
+    rig.backend.take_log();
+    rig.free(late);
+    // A thread that captures may be between its two steps now; this one grows.
+    let moved = rig.alloc(40 * MIB, &s1);
+    assert_eq!(rig.reserved(), 82 * MIB, "what was idle has moved");
+    let new = rig.alloc(40 * MIB, &s1);
+    assert_eq!(rig.reserved(), 122 * MIB, "of what is idle since then nothing can be told");
+    let asked: Vec<_> =
+        rig.calls(Call::Record).into_iter().map(|entry| entry.info.stream).collect();
+    assert!(asked.is_empty(), "{asked:?}");
+    rig.backend.begin_capture(&s2, CaptureMode::Global).unwrap();
+    rig.backend.judge().capture_shares(&s2, number(memory.pool()));
+    memory.begin(&s2).unwrap();
+    let graph = rig.end(&mut memory, &s2);
+    for block in [between, moved, new] {
+        rig.free(block);
+    }
+    drop(graph);
+    memory.reset().unwrap();
 }

@@ -87,9 +87,13 @@ struct Turn<B: Backend>(Arc<Shared<B>>);
 
 impl<B: Backend> Turn<B> {
     fn take(shared: &Arc<Shared<B>>) -> Self {
+        for (index, device) in shared.devices.iter().enumerate() {
+            let _growth = device.lock_growth();
+            shared.mark_idle_heaps(DeviceId::new(index as u16));
+        }
         shared.captures.under_way.fetch_add(1, Ordering::AcqRel);
         for device in &shared.devices {
-            // Who is giving memory back has looked at the captures already.
+            // Who is giving memory back, or asking about streams, has looked at the captures already.
             drop(device.lock_growth());
         }
         Turn(Arc::clone(shared))

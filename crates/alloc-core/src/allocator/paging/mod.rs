@@ -17,7 +17,7 @@ mod window;
 use super::allocate::HandedOut;
 use super::grow::{Grown, Shortage};
 use super::pools::is_same;
-use super::{AllocResult, Device, HeapCell, Shared};
+use super::{AllocResult, Device, HeapCell, Paging, Shared};
 use crate::backend::{Backend, BackendError, Completion, ErrorKind, SEGMENT_ALIGN};
 use crate::config::OursSettings;
 use crate::error::{AddressSpaceLack, AllocError};
@@ -27,6 +27,7 @@ use crate::pager::{BadRange, PagerError};
 use crate::size_class::{BLOCK_BYTES_MIN, LARGE_SEGMENT_BYTES, SizeClass};
 use crate::stats::Gauge;
 use crate::trace::TraceBuffer;
+use crate::units::DeviceId;
 use compose::{Plan, Site, Task, cut};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -427,17 +428,42 @@ impl<B: Backend> Shared<B> {
         Ok(quiet)
     }
 
+    /// Records an event on every stream with memory to give, so that it can be told from then on what
+    /// is quiet: while a graph is captured none can be had. Under the growth lock.
+    pub(super) fn mark_idle_heaps(&self, device: DeviceId) {
+        if self.captures_under_way() || !matches!(self.paging, Some(Paging::Handles(_))) {
+            return;
+        }
+        for cell in self.devices[device.index()].heaps() {
+            if cell.pool().is_pinned() || !has_idle_pages(&cell) || cell.mark.lock().is_some() {
+                continue;
+            }
+            let clock = cell.state.lock().body.heap.clock;
+            if let Ok(Some(event)) = self.record(&cell.stream) {
+                *cell.mark.lock() = Some((clock, event));
+            }
+        }
+    }
+
     fn quiet_since(&self, cell: &HeapCell<B>, waiting: bool) -> AllocResult<Option<u32>, B> {
         let clock = cell.state.lock().body.heap.clock;
-        if waiting {
+        // Any stream but the caller's may begin to capture, or join a capture, at any moment then (I9).
+        let only_marks = self.captures_under_way();
+        if waiting && !only_marks {
             return Ok(self.synchronize(&cell.stream)?.then_some(clock));
         }
         // An event that cannot be had tells nothing; the next growth asks again.
         let mark = cell.mark.lock().take();
         let record = || self.record(&cell.stream).ok().flatten().map(|event| (clock, event));
-        let Some((clock, event)) = mark.or_else(record) else { return Ok(None) };
+        let mark = if only_marks { mark } else { mark.or_else(record) };
+        let Some((clock, event)) = mark else { return Ok(None) };
         Ok(match self.backend.query(&event) {
-            Ok(Completion::Reached) => Some(clock),
+            Ok(Completion::Reached) => {
+                if only_marks {
+                    *cell.mark.lock() = Some((clock, event));
+                }
+                Some(clock)
+            }
             Ok(Completion::Pending) => {
                 *cell.mark.lock() = Some((clock, event));
                 None
