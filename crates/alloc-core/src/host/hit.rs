@@ -26,7 +26,7 @@ impl<S: PartialEq> Heap<S> {
             return None;
         }
         let block = self.table.get_mut(index)?;
-        self.recent.drop_youngest();
+        self.recent.pop();
         if block.is_whole_span() {
             self.idle -= 1;
             self.idle_bytes -= size;

@@ -34,12 +34,6 @@ impl Recent {
         (youngest.0.wrapping_sub(bytes) <= slack(bytes)).then_some(youngest)
     }
 
-    /// Drops the block that [`youngest`](Recent::youngest) named.
-    #[inline(always)]
-    pub(crate) fn drop_youngest(&mut self) {
-        self.pop();
-    }
-
     #[inline(always)]
     pub(crate) fn is_full(&self) -> bool {
         self.len >= RECENT_MAX

@@ -122,7 +122,8 @@ impl<B: Capture> CachingAllocator<B> {
     /// them are captured one after the other, and never replayed at the same time.
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::AllocError::InvalidArgument) for the default pool, whose memory goes to everybody.
+    /// [`InvalidArgument`](crate::AllocError::InvalidArgument) for the default pool, whose memory goes
+    /// to everybody.
     pub fn graph_memory_in(&self, pool: PoolId) -> AllocResult<GraphMemory<B>, B> {
         let mut memory = self.graph_memory_of(pool);
         memory.open()?;
@@ -175,8 +176,9 @@ impl<B: Backend> GraphMemory<B> {
         Ok(())
     }
 
-    /// A capture is about to begin: until it is over, nothing is given back to the backend. Waits
-    /// for whoever is giving something back.
+    /// A capture is about to begin: until it is over, nothing is given back to the backend, and growth
+    /// records events on no stream but the caller's. Waits for growth and release that go on, and, with
+    /// policy `ours`, records an event on each stream with idle memory before.
     ///
     /// # Errors
     /// [`CaptureError::WrongState`] unless [`GraphState::Idle`].
