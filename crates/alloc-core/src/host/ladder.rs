@@ -53,20 +53,15 @@ impl<B: HostBackend> Engine<B> {
     }
 
     /// Policy `ours`, before it grows: blocks whose events are reached by now, then those of open
-    /// batches, then what other shards have, and everything merged.
+    /// batches, unless either are to be left alone; then what other shards have, and everything merged.
     fn take_after_gathering(&self, ask: Ask<'_, B>) -> Option<Served> {
         if !self.is_ours() || !self.options.is_cached(ask.bytes) {
             return None;
         }
-        self.count_failure(self.process_events(Scan::All).map(drop));
-        if let Some(served) = self.take(ask, Cut::Sparingly) {
+        if !self.leaves_gathering(ask)
+            && let Some(served) = self.take_after_events(ask)
+        {
             return Some(served);
-        }
-        if self.should_close_batches(ask) {
-            self.look_at_events();
-            if let Some(served) = self.take(ask, Cut::Sparingly) {
-                return Some(served);
-            }
         }
         if let Store::Slabs(slabs) = &ask.pool.store
             && !slabs.may_search(ask.node, self.config.growth_bytes_min.max(ask.bytes))
@@ -74,6 +69,16 @@ impl<B: HostBackend> Engine<B> {
             return None;
         }
         self.take_hard(ask, Cut::Sparingly)
+    }
+
+    fn take_after_events(&self, ask: Ask<'_, B>) -> Option<Served> {
+        self.count_failure(self.process_events(Scan::All).map(drop));
+        let served = self.take(ask, Cut::Sparingly);
+        if served.is_some() || !self.should_close_batches(ask) {
+            return served;
+        }
+        self.look_at_events();
+        self.take(ask, Cut::Sparingly)
     }
 
     /// Whether open batches should get their events now, before they are full, as the request could

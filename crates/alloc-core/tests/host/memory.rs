@@ -7,6 +7,9 @@ use crate::support::*;
 use alloc_core::host::{HostAllocation, HostConfig, NodeId};
 use mock_backend::{MockBackend, MockStream, Rng};
 
+/// How fast copies to a device are.
+const BYTES_PER_NS: u64 = 50;
+
 /// Peaks of what was pinned and of what was asked for and in use: held by the program, or by copies
 /// that are still running.
 #[derive(Default)]
@@ -59,6 +62,7 @@ impl Load {
     }
 
     fn copies_end(&mut self) {
+        self.rig.backend.advance(self.in_flight / BYTES_PER_NS);
         self.rig.backend.pass(&self.stream);
         self.in_flight = 0;
     }
