@@ -61,8 +61,9 @@ pub struct HostConfig {
     pub small_bytes_max: u64,
     /// Policy `ours`: least bytes to pin at once; a multiple of 4096.
     pub growth_bytes_min: u64,
-    /// Policy `ours`: growth is 1/64 of what is pinned already, up to this; up to 1/16 if that is for
-    /// eight times the request. Larger requests are pinned as large as they are.
+    /// Policy `ours`: growth is 1/256 of what is pinned already, up to this; or, up to half of this and
+    /// to 1/16 of what is pinned, room for whole blocks of the size asked for, eight at most. Larger
+    /// requests are pinned as large as they are.
     pub growth_bytes_max: u64,
     /// Policy `ours`: freed blocks that may share one event of a stream.
     pub batch_blocks_max: u16,

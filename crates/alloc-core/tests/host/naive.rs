@@ -408,18 +408,20 @@ impl Slabs {
         let exact = bytes.next_multiple_of(granule).max(growth_min);
         let huge = exact.next_multiple_of(2 << 20);
         let exact = if huge - exact <= exact / 64 { huge } else { exact.next_multiple_of(4096) };
+        let pinned = self.central.bytes();
+        let share = (pinned / 256).clamp(growth_min, growth_max);
+        let block = bytes.next_multiple_of(4096);
+        let blocks = block * ((growth_max / 2).min(pinned / 16) / block).min(8);
+        let growth = exact.max(share - share % growth_min).max(blocks);
         let mut replaced = 0;
         for (bytes, addr) in self.central.idle().into_iter().rev() {
-            if bytes < exact && replaced < exact {
+            if bytes < exact && replaced < growth {
                 self.central.remove(addr);
                 world.unpin(addr);
                 replaced += bytes;
             }
         }
-        let pinned = self.central.bytes() + replaced;
-        let some = (8 * bytes).min(growth_max / 2).min(pinned / 16);
-        let share = some.max(pinned / 64).clamp(growth_min, growth_max);
-        let segment = exact.max(share - share % growth_min).max(replaced);
+        let segment = growth.max(replaced);
         let addr = world.pin(segment);
         self.central.add(addr, segment);
         if bytes > small_max {
