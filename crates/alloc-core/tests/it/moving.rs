@@ -2,10 +2,10 @@
 //! again, when they go, and when they must not (E4).
 
 use crate::rig::*;
-use alloc_core::{Addr, Policy};
+use alloc_core::{Addr, AllocError, Policy};
 use mock_backend::{Call, CaptureMode, MockStream, Rng, Work};
 use std::collections::VecDeque;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 /// Handles as large as the requests they are made for, memory moves from the first shortage on.
@@ -252,6 +252,29 @@ fn what_moves_keeps_to_the_limit() {
     rig.oom(16 * MIB, &rig.s(1));
     assert!(rig.reserved() <= 20 * MIB);
     rig.free(kept);
+}
+
+/// Also where there is no time to move memory: then what is missing is created, but only up to the limit.
+#[test]
+fn haste_keeps_to_the_limit() {
+    for (limit, reserved) in [(24, 24), (22, 12)] {
+        let rig = Rig::new(Policy::Ours, &format!("{MOVING},ours_hurry_max:0.9"));
+        rig.set_memory_limit(DEV0, Some(limit * MIB)).unwrap();
+        let time = AtomicU64::new(0);
+        // Each look at the clock takes 60 ms, so two moves are more than there is time for.
+        rig.set_clock(move || Duration::from_millis(time.fetch_add(60, Ordering::Relaxed)));
+        for stream in [0, 1, 2] {
+            passing(&rig, 12 * MIB, &rig.s(stream));
+        }
+        assert_eq!((rig.reserved(), moves(&rig)), (12 * MIB, 2));
+        let kept = rig.alloc(8 * MIB, &rig.s(2));
+        match rig.try_alloc(12 * MIB, &rig.s(0)) {
+            Ok(block) => rig.free(block),
+            Err(error) => assert!(matches!(error, AllocError::OutOfMemory(_)), "{error}"),
+        }
+        assert_eq!(rig.reserved(), reserved * MIB, "with a limit of {limit} MiB");
+        rig.free(kept);
+    }
 }
 
 /// A part of a handle that moved returns when it is free: the handle becomes whole and can go back.
