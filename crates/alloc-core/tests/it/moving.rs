@@ -299,6 +299,22 @@ fn a_handle_in_pieces_becomes_whole() {
     rig.free(wall);
 }
 
+/// No part of a handle moves that has as many views as allowed: it would have one more.
+#[test]
+fn parts_of_handles_with_all_their_views_stay() {
+    for (views_max, created) in [(1, 10), (2, 2)] {
+        let rig = rig(views_max);
+        let s0 = rig.s(0);
+        let [large, _wall] = [12, 2].map(|mib| rig.alloc(mib * MIB, &s0));
+        rig.free(large);
+        let _low = rig.alloc(4 * MIB, &s0);
+        let _other = rig.alloc(6 * MIB, &rig.s(1));
+        asked(&rig);
+        let _block = rig.alloc(10 * MIB, &s0);
+        assert_eq!(asked(&rig).created, [created], "{views_max} views");
+    }
+}
+
 /// Of twelve handles that are to come together, another thread takes one at the last moment. Those that
 /// were taken out of their places by then go back.
 #[test]
