@@ -4,7 +4,7 @@
 //! process does, the next on the same machine need not pay for. So both are measured alike, some times
 //! over, and the second pin of each process beside the first.
 
-use crate::{DEVICE, GIB, is_wanted, pinned_with, wake_memory};
+use crate::{DEVICE, GIB, is_wanted, pinned_with};
 use alloc_core::host::HostConfig;
 use alloc_host_cuda::{HostFlags, PinOptions, PinTimes};
 use std::process::{Command, Stdio};
@@ -34,11 +34,7 @@ type Pins = [Pin; 2];
 /// Measures first pins of 1 and 4 GiB, if wanted.
 pub(crate) fn measure(words: &[String]) {
     let sizes = [1, 4].map(|gib| (gib, format!("fresh_pin_{gib}_gib")));
-    let sizes = sizes.into_iter().filter(|(_, name)| is_wanted(words, name));
-    for (at, (gib, _)) in sizes.enumerate() {
-        if at == 0 {
-            wake_memory();
-        }
+    for (gib, _) in sizes.into_iter().filter(|(_, name)| is_wanted(words, name)) {
         let rounds: Vec<[Pins; 2]> =
             (0..ROUNDS).map(|_| PINNERS.map(|pinner| in_child(pinner, gib))).collect();
         for (nth, when) in ["fresh", "later"].into_iter().enumerate() {

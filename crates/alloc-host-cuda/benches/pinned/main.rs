@@ -122,7 +122,7 @@ fn threads(pinned: &Pinned, count: u64, max_log: u64) -> f64 {
 /// Has the system provide as much ordinary memory as is going to be pinned, and takes it back: on a
 /// fresh virtual machine the first use of memory is a matter of the hypervisor, which takes ten times
 /// as long as everything that is measured here.
-pub(crate) fn wake_memory() {
+fn wake_memory() {
     let mut memory = vec![0_u8; 5 * GIB];
     let share = memory.len() / 16;
     std::thread::scope(|scope| {
@@ -224,9 +224,6 @@ impl Run<'_> {
             let name = format!("threads_{count}");
             self.measure(&name, "mega_steps_per_s", || threads(&made, count, 20));
         }
-        if is_wanted(self.words, "first_pin") {
-            wake_memory();
-        }
         for gib in [1, 4] {
             let pin = || first_pin(config, gib * GIB);
             self.measure(&format!("first_pin_{gib}_gib"), "ms", pin);
@@ -272,6 +269,7 @@ fn measure(mut words: Vec<String>) {
     let policies = [("ours", HostConfig::ours()), ("pytorch", HostConfig::pytorch())];
     let named: Vec<_> =
         words.extract_if(.., |word| policies.iter().any(|(p, _)| p == word)).collect();
+    wake_memory();
     let is_named = |policy: &str| named.is_empty() || named.iter().any(|name| name == policy);
     for (policy, config) in policies.iter().filter(|(policy, _)| is_named(policy)) {
         Run { words: &words, policy }.measure_all(config);
