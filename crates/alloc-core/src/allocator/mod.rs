@@ -232,7 +232,7 @@ impl<B: Backend> Shared<B> {
     /// Gives an empty heap whose pool has ended to another pool.
     fn move_in(&self, cell: &HeapCell<B>, pool: &Arc<Pool>, source: OwnSource<B>) {
         let rules = self.rules_for(cell.device, &source, &self.settings.lock());
-        let mut state = cell.state.lock();
+        let mut state = cell.lock();
         state.body.pool = Arc::clone(pool);
         state.body.source = source;
         state.body.heap.pool = Arc::clone(&pool.shared);
@@ -260,7 +260,7 @@ impl<B: Backend> Shared<B> {
         let settings = self.settings.lock().clone();
         for cell in self.heaps.iter() {
             let rules = self.rules_for(cell.device, &cell.owner().1, &settings);
-            cell.state.lock().body.heap.rules = rules;
+            cell.lock().body.heap.rules = rules;
         }
     }
 
@@ -271,7 +271,7 @@ impl<B: Backend> Shared<B> {
         trace: &mut TraceBuffer,
         change: impl FnOnce(&mut HeapBody<B>, &mut Ledger<'_>) -> R,
     ) -> R {
-        cell.edit(Some(trace), change)
+        cell.edit(trace, change)
     }
 
     /// The heap and block id of the block handed out at exactly `addr`.

@@ -8,6 +8,7 @@
 //! * `threads`: real threads;
 //! * `pictures`: short scripts as maps of their segments;
 //! * `sharing`, `sharing_faults`: blocks that other simulated processes use;
+//! * `waiting`: freed blocks that wait for requests of their size;
 //! * `watching`: observers of memory that comes and goes;
 //! * `errors`, `teardown`, `forgotten`: misuse, broken backends, and the end.
 #![expect(clippy::unwrap_used, reason = "in a test a panic is the report, helpers included")]
@@ -41,4 +42,5 @@ mod sources;
 mod teardown;
 mod threads;
 mod threads_graphs;
+mod waiting;
 mod watching;
