@@ -4,6 +4,7 @@ mod ours;
 mod parse;
 
 pub use ours::OursSettings;
+pub(crate) use ours::{FREES_WATCHED, SHARDS_MAX};
 pub use parse::ConfError;
 
 use crate::size_class::{
@@ -285,6 +286,10 @@ pub(crate) struct Rules {
     pub(crate) plain_fit: bool,
     /// Largest rounded request of the small class.
     pub(crate) small_bytes_max: u64,
+    /// Heaps that serve small requests where threads collide; 1 is none.
+    pub(crate) shards: u32,
+    /// Collisions after which there are such.
+    pub(crate) collisions: u32,
 }
 
 impl Rules {
@@ -311,6 +316,12 @@ impl Rules {
             } else {
                 SMALL_BYTES_MAX
             },
+            shards: if expandable && policy == Policy::Ours {
+                settings.ours.shards.clamp(1, SHARDS_MAX)
+            } else {
+                1
+            },
+            collisions: settings.ours.collisions,
         }
     }
 

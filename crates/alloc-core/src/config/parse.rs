@@ -3,9 +3,10 @@
 //! Stricter than upstream in one respect: a wrong separator, a missing bracket or a bad value is an
 //! error, never skipped, and a failed string changes nothing.
 
-use super::{BackendChoice, OursSettings, ReserveSize, Settings};
+use super::{BackendChoice, FREES_WATCHED, OursSettings, ReserveSize, SHARDS_MAX, Settings};
 use crate::size_class::{ListKey, RoundupDivisions};
 use std::fmt;
+use std::ops::RangeInclusive;
 
 const MIB: u64 = 1 << 20;
 
@@ -181,6 +182,8 @@ fn set_ours(ours: &mut OursSettings, entry: &Entry<'_>) -> Result<(), ConfError>
         "ours_stall_share" => ours.stall_share = fraction(entry)?,
         "ours_hurry_max" => ours.hurry_max = fraction(entry)?,
         "ours_views_max" => ours.views_max = up_to(entry, 64)?,
+        "ours_shards" => ours.shards = up_to(entry, SHARDS_MAX)?,
+        "ours_collisions" => ours.collisions = within(entry, 0..=FREES_WATCHED)?,
         _ => return Err(entry.error("there is no such setting")),
     }
     Ok(())
@@ -196,9 +199,14 @@ fn goal(entry: &Entry<'_>) -> Result<OursSettings, ConfError> {
 
 /// A whole number from 1 to `most`.
 fn up_to(entry: &Entry<'_>, most: u32) -> Result<u32, ConfError> {
+    within(entry, 1..=most)
+}
+
+fn within(entry: &Entry<'_>, range: RangeInclusive<u32>) -> Result<u32, ConfError> {
     let value = entry.integer()?;
-    let value = u32::try_from(value).ok().filter(|n| (1..=most).contains(n));
-    value.ok_or_else(|| entry.error(format!("must be from 1 to {most}")))
+    let value = u32::try_from(value).ok().filter(|n| range.contains(n));
+    let why = || format!("must be from {} to {}", range.start(), range.end());
+    value.ok_or_else(|| entry.error(why()))
 }
 
 /// A number of MiB that is not absurd, in bytes.

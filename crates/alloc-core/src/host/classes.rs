@@ -6,7 +6,7 @@
 use super::block::{BlockId, BlockTable, State};
 use super::check::{Violation, ensure};
 use super::home::{After, Home, Span, Taken};
-use super::padded::Padded;
+use crate::padded::Padded;
 use super::stats::{BUCKETS, Ledger, bucket_of};
 use crate::sync::{RwLock, ShortGuard, ShortLock};
 use crate::units::Addr;

@@ -60,7 +60,6 @@ mod hit;
 mod home;
 mod ladder;
 mod options;
-mod padded;
 mod pins;
 mod pools;
 mod queue;

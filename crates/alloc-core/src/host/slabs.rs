@@ -13,7 +13,7 @@ use super::check::{Violation, ensure};
 use super::config::HostConfig;
 use super::heap::{Cut, Found, Heap, Idle, Role};
 use super::home::{Run, Span, Taken};
-use super::padded::Padded;
+use crate::padded::Padded;
 use super::stats::Ledger;
 use super::store::Served;
 use crate::sync::{ShortGuard, ShortLock};
