@@ -61,14 +61,19 @@ pub struct HostConfig {
     pub small_bytes_max: u64,
     /// Policy `ours`: least bytes to pin at once; a multiple of 4096.
     pub growth_bytes_min: u64,
-    /// Policy `ours`: growth is 1/64 of what is pinned already, up to this; up to 1/16 if that is for
-    /// eight times the request. Larger requests are pinned as large as they are.
+    /// Policy `ours`: growth is 1/256 of what is pinned already, up to this; or, up to half of this and
+    /// to 1/16 of what is pinned, room for whole blocks of the size asked for, eight at most. Larger
+    /// requests are pinned as large as they are.
     pub growth_bytes_max: u64,
     /// Policy `ours`: freed blocks that may share one event of a stream.
     pub batch_blocks_max: u16,
     /// Policy `ours`: bytes of freed blocks that may share one event of a stream, or half of what
-    /// is pinned, up to 128 MiB, if that is more. A larger block gets its event at once.
+    /// is pinned, up to 128 MiB, if that is more. A larger block gets its event at once,
+    /// unless [`event_interval_min`](HostConfig::event_interval_min) says otherwise.
     pub batch_bytes_max: u64,
+    /// Policy `ours`: when events for fewer than eight blocks each come more often than this, more
+    /// large memory is pinned, up to 128 MiB, so that more blocks share an event. Zero: never.
+    pub event_interval_min: Duration,
     /// Policy `ours`: freed bytes that may wait while more is pinned for small requests. A request that
     /// finds nothing free asks about events; for a small one, open batches are closed, each by an
     /// event that others could have shared, only with this much waiting.
@@ -115,6 +120,7 @@ impl HostConfig {
             growth_bytes_max: 64 * MIB,
             batch_blocks_max: 32,
             batch_bytes_max: 8 * MIB,
+            event_interval_min: Duration::from_micros(20),
             draining_bytes_max: 8 * MIB,
             piece_bytes_max: 64 * GIB,
         }

@@ -9,6 +9,7 @@ use super::events::Pending;
 use super::heap::Cut;
 use super::home::BlockRef;
 use super::options::Options;
+use super::pace::EventPace;
 use super::pins::PinTable;
 use super::pools::{Pool, PoolTable};
 use super::queue::EventQueue;
@@ -44,6 +45,7 @@ pub(crate) struct Engine<B: HostBackend> {
     pub(crate) pools: PoolTable<StreamOf<B>>,
     pub(crate) streams: StreamTable<B::Stream>,
     pub(crate) queue: EventQueue<Pending<B>>,
+    pub(crate) pace: EventPace,
     pub(crate) pins: PinTable<B>,
     pub(crate) reserve: Reserve,
     pub(crate) counters: Counters,
@@ -96,6 +98,7 @@ impl<B: HostBackend> Engine<B> {
             pools: PoolTable::new(new_store(&config, &backend, config.shards)),
             streams: StreamTable::new(),
             queue: EventQueue::new(),
+            pace: EventPace::new(config.event_interval_min),
             pins: PinTable::new(),
             reserve: Reserve::new(config.reserve_bytes),
             counters: Counters::default(),

@@ -116,6 +116,9 @@ impl<B: HostBackend> Engine<B> {
         match self.backend.record(stream.stream()) {
             Ok(event) => {
                 self.counters.parked.fetch_sub(batch.blocks.len() as u64, Relaxed);
+                if self.pace.concerns(batch.blocks.len()) {
+                    self.pace.note(self.backend.now());
+                }
                 let blocks = SmallVec::from_vec(batch.blocks);
                 self.queue.push(Pending { event, stream: stream.clone(), blocks });
                 Ok(())

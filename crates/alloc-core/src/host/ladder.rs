@@ -53,20 +53,15 @@ impl<B: HostBackend> Engine<B> {
     }
 
     /// Policy `ours`, before it grows: blocks whose events are reached by now, then those of open
-    /// batches, then what other shards have, and everything merged.
+    /// batches, unless either are to be left alone; then what other shards have, and everything merged.
     fn take_after_gathering(&self, ask: Ask<'_, B>) -> Option<Served> {
         if !self.is_ours() || !self.options.is_cached(ask.bytes) {
             return None;
         }
-        self.count_failure(self.process_events(Scan::All).map(drop));
-        if let Some(served) = self.take(ask, Cut::Sparingly) {
+        if !self.leaves_gathering(ask)
+            && let Some(served) = self.take_after_events(ask)
+        {
             return Some(served);
-        }
-        if self.should_close_batches(ask) {
-            self.look_at_events();
-            if let Some(served) = self.take(ask, Cut::Sparingly) {
-                return Some(served);
-            }
         }
         if let Store::Slabs(slabs) = &ask.pool.store
             && !slabs.may_search(ask.node, self.config.growth_bytes_min.max(ask.bytes))
@@ -74,6 +69,16 @@ impl<B: HostBackend> Engine<B> {
             return None;
         }
         self.take_hard(ask, Cut::Sparingly)
+    }
+
+    fn take_after_events(&self, ask: Ask<'_, B>) -> Option<Served> {
+        self.count_failure(self.process_events(Scan::All).map(drop));
+        let served = self.take(ask, Cut::Sparingly);
+        if served.is_some() || !self.should_close_batches(ask) {
+            return served;
+        }
+        self.look_at_events();
+        self.take(ask, Cut::Sparingly)
     }
 
     /// Whether open batches should get their events now, before they are full, as the request could
@@ -188,22 +193,27 @@ impl<B: HostBackend> Engine<B> {
         let result = if slabs.begin_growth(ask.node) {
             Ok(None)
         } else {
-            let replaced = self.give_back_small(ask, slabs, climb.pin_bytes);
-            let pinned = slabs.bytes(ask.node) + replaced;
-            let growth = self.growth_bytes(pinned, ask.bytes).max(replaced);
-            self.grow(ask, climb, growth.max(climb.pin_bytes))
+            let growth = self.growth_bytes(slabs.bytes(ask.node), ask.bytes).max(climb.pin_bytes);
+            let replaced = self.give_back_small(ask, slabs, climb.pin_bytes, growth);
+            self.grow(ask, climb, growth.max(replaced))
         };
         slabs.end_growth(ask.node);
         result
     }
 
-    /// Gives back free segments of less than `bytes`, the largest first, until that many bytes have
-    /// come together; how many bytes that were.
-    fn give_back_small(&self, ask: Ask<'_, B>, slabs: &SlabStore<StreamOf<B>>, bytes: u64) -> u64 {
+    /// Gives back free segments of less than `bytes`, the largest first, until `growth` bytes have come
+    /// together; how many bytes that were.
+    fn give_back_small(
+        &self,
+        ask: Ask<'_, B>,
+        slabs: &SlabStore<StreamOf<B>>,
+        bytes: u64,
+        growth: u64,
+    ) -> u64 {
         let mut replaced = 0;
         let idle = slabs.idle_segments(ask.node).into_iter();
         for idle in idle.rev().filter(|idle| idle.span.bytes < bytes) {
-            if replaced >= bytes {
+            if replaced >= growth {
                 break;
             }
             if let Ok(true) = self.give_back_idle(ask.pool, slabs, ask.node, idle) {
@@ -213,12 +223,14 @@ impl<B: HostBackend> Engine<B> {
         replaced
     }
 
-    /// A share of what is pinned: small, but larger if that gives room for some blocks of the kind.
+    /// A share of what is pinned: small, but larger if that gives room for some blocks of the kind, and
+    /// for no part of one.
     fn growth_bytes(&self, pinned: u64, requested: u64) -> u64 {
         let (min, max) = (self.config.growth_bytes_min, self.config.growth_bytes_max);
-        let blocks = (SEGMENT_BLOCKS * requested).min(max / 2).min(pinned / 16);
-        let bytes = blocks.max(pinned / 64).clamp(min, max);
-        bytes - bytes % min
+        let share = (pinned / 256).clamp(min, max);
+        let block = requested.next_multiple_of(PIN_ALIGN);
+        let blocks = (max / 2).min(pinned / 16) / block;
+        (blocks.min(SEGMENT_BLOCKS) * block).max(share - share % min)
     }
 
     /// The segment that a request needs.

@@ -60,6 +60,7 @@ mod hit;
 mod home;
 mod ladder;
 mod options;
+mod pace;
 mod pins;
 mod pools;
 mod queue;

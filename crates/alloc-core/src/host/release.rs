@@ -2,7 +2,7 @@
 
 use super::backend::HostBackend;
 use super::block::{Use, Uses};
-use super::engine::{Engine, PoolOf, Result, StreamOf};
+use super::engine::{Ask, Engine, PoolOf, Result, StreamOf};
 use super::error::{HostError, HostOp};
 use super::events::{Pending, Scan};
 use super::home::{After, BlockRef, Freed};
@@ -10,7 +10,7 @@ use super::pools::{DEFAULT, Held};
 use smallvec::{SmallVec, smallvec};
 use std::sync::atomic::Ordering::Relaxed;
 
-/// No batch is larger, however much is pinned, unless the setting says so.
+/// No batch is larger, however much is pinned or whatever events cost, unless the setting says so.
 const BATCH_BYTES_LIMIT: u64 = 128 << 20;
 
 impl<B: HostBackend> Engine<B> {
@@ -63,9 +63,7 @@ impl<B: HostBackend> Engine<B> {
         for used in uses {
             if let Some(stream) = self.hold_for_graph(block, used, bytes) {
                 let (blocks, waiting) = self.park(&stream, block, bytes);
-                let is_full = blocks >= usize::from(self.config.batch_blocks_max)
-                    || waiting >= self.batch_bytes();
-                if is_full && self.flush(&stream).is_ok() {
+                if self.is_full(blocks, waiting, bytes) && self.flush(&stream).is_ok() {
                     // One event was added, and hardly is reached yet: asking about two older ones
                     // keeps the queue short. A failed query is asked again, and by then by someone
                     // who can report it.
@@ -77,11 +75,30 @@ impl<B: HostBackend> Engine<B> {
         }
     }
 
-    /// Bytes of freed blocks that may share an event. They serve nobody until it is reached, so it is
-    /// a share of what there is: the rest lasts until then.
-    fn batch_bytes(&self) -> u64 {
+    /// Whether an open batch gets its event, now that it has so many blocks with `waiting` bytes, the
+    /// last one with `bytes`. They serve nobody until it is reached, so they may be a share of what
+    /// there is: the rest lasts until then. If events cost too much, the rest may be pinned.
+    fn is_full(&self, blocks: usize, waiting: u64, bytes: u64) -> bool {
+        let most = self.config.batch_bytes_max;
         let share = (self.pins.bytes() / 2).min(BATCH_BYTES_LIMIT);
-        share.max(self.config.batch_bytes_max)
+        blocks >= usize::from(self.config.batch_blocks_max)
+            || waiting >= most.max(BATCH_BYTES_LIMIT)
+            || (waiting >= most.max(share) && !self.should_gather(bytes))
+    }
+
+    /// Whether events have come so often, for a few blocks each, that more of `bytes` should be pinned
+    /// to share them.
+    fn should_gather(&self, bytes: u64) -> bool {
+        bytes <= BATCH_BYTES_LIMIT / 2 && self.pace.outweighs(bytes, self.backend.now())
+    }
+
+    /// Whether a request that finds nothing free gets new memory instead of asking about freed blocks,
+    /// so that those may [gather](Engine::should_gather): not while many wait already.
+    pub(crate) fn leaves_gathering(&self, ask: Ask<'_, B>) -> bool {
+        ask.bytes > self.config.small_bytes_max
+            && self.should_gather(ask.bytes)
+            && (1..BATCH_BYTES_LIMIT).contains(&ask.pool.store.draining_bytes())
+            && self.pace.spend(ask.bytes, self.backend.now())
     }
 
     /// Policy `pytorch`: one event per stream, all of them recorded before the block is queued.

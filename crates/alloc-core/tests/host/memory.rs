@@ -1,5 +1,9 @@
-//! How much is pinned for what is asked: three mixes of requests that users of pinned memory make,
-//! and three that are hard on any allocator that does not move blocks.
+//! How much is pinned for what is asked: three mixes of requests that users of pinned memory make, and
+//! three that are hard on any allocator that does not move blocks.
+//!
+//! The three: caches of keys and values beside weights and their checkpoints, where rounding to powers
+//! of two has cost users 20 GiB to 32; a data loader; and blocks that an inference server keeps on the
+//! host. The staging pool of a framework is the small and lumpy kind that many libraries have.
 //!
 //! Run with `--nocapture` to see the figures.
 
@@ -7,12 +11,17 @@ use crate::support::*;
 use alloc_core::host::{HostAllocation, HostConfig, NodeId};
 use mock_backend::{MockBackend, MockStream, Rng};
 
+/// How fast copies to a device are.
+const BYTES_PER_NS: u64 = 50;
+
 /// Peaks of what was pinned and of what was asked for and in use: held by the program, or by copies
 /// that are still running.
 #[derive(Default)]
 struct Peaks {
     reserved: u64,
     requested: u64,
+    /// Bytes that were pinned in the course of it.
+    pinned: u64,
 }
 
 impl Peaks {
@@ -59,6 +68,7 @@ impl Load {
     }
 
     fn copies_end(&mut self) {
+        self.rig.backend.advance(self.in_flight / BYTES_PER_NS);
         self.rig.backend.pass(&self.stream);
         self.in_flight = 0;
     }
@@ -70,7 +80,8 @@ impl Load {
     }
 
     fn end(self, blocks: impl IntoIterator<Item = HostAllocation>) -> Peaks {
-        let Load { rig, peaks, .. } = self;
+        let Load { rig, mut peaks, .. } = self;
+        peaks.pinned = rig.host.stats().allocated_bytes.allocated as u64;
         blocks.into_iter().for_each(|block| rig.free(block));
         rig.backend.sync();
         rig.finish();
@@ -176,9 +187,10 @@ fn evicting_cache(config: HostConfig, later_bytes: u64) -> Peaks {
     load.end(cached.into_iter().flat_map(|(block, header)| [block, header]))
 }
 
-/// A hard one, as single blocks are a third of all there is: the staging pool of a framework: three models of 300 tensors of 256 bytes to 32 MiB are uploaded in
-/// turn, one tensor after the other, each through a buffer of its own; sixteen copies are in flight.
-/// Results of each pass, one small buffer per tensor, are kept until the next.
+/// A hard one, as single blocks are a third of all there is: the staging pool of a framework. Three
+/// models of 300 tensors of 256 bytes to 32 MiB are uploaded in turn, one tensor after the other, each
+/// through a buffer of its own; sixteen copies are in flight. Results of each pass, one small buffer
+/// per tensor, are kept until the next.
 fn staging(config: HostConfig) -> Peaks {
     let mut load = Load::new(config);
     let models: Vec<Vec<u64>> =
@@ -237,9 +249,9 @@ const MIXES: [Mix; 6] = [
     ("checkpoint", checkpoint, 1.05),
     ("loader", loader, 1.05),
     ("offload", offload, 1.05),
-    ("exchange", exchange, 1.15),
-    ("staging", staging, 2.0),
-    ("random", random, 1.2),
+    ("exchange", exchange, 1.05),
+    ("staging", staging, 1.65),
+    ("random", random, 1.15),
 ];
 
 #[test]
@@ -253,13 +265,31 @@ fn ours_pins_hardly_more_than_is_asked_for() {
     for ((name, _, bound), both) in MIXES.into_iter().zip(peaks) {
         let [rounded, ours] = both.map(|peaks| peaks.join().expect("no violation"));
         println!(
-            "{name}: {} MiB asked for at most; pinned / asked for: powers of two {:.3}, ours {:.3}",
+            "{name}: {} MiB asked for at most; pinned / asked for: powers of two {:.3}, ours {:.3}; \
+             {} MiB pinned in all",
             ours.requested / MIB,
             rounded.ratio(),
-            ours.ratio()
+            ours.ratio(),
+            ours.pinned / MIB,
         );
         assert!(ours.ratio() <= bound, "{name}: {:.3}", ours.ratio());
         worst_rounded = worst_rounded.max(rounded.ratio());
     }
     assert!(worst_rounded > 1.5, "the mixes are of the kind that suffers");
+}
+
+/// What the staging pool is above that is the price of keeping memory: it gets close to what is asked
+/// for only if hardly anything is kept, and then nearly every buffer is pinned anew.
+#[test]
+fn a_small_lumpy_pool_is_either_large_or_slow() {
+    let keep = |cached_bytes_max| {
+        let config = HostConfig { cached_bytes_max: Some(cached_bytes_max), ..HostConfig::ours() };
+        let peaks = staging(config);
+        println!("{cached_bytes_max}: {:.3}, {} MiB pinned", peaks.ratio(), peaks.pinned / MIB);
+        peaks
+    };
+    let (all, some, none) = (keep(32 * GIB), keep(32 * MIB), keep(0));
+    assert!(none.ratio() < 1.15, "{:.3}", none.ratio());
+    assert!(none.pinned > 20 * all.pinned, "{} MiB", none.pinned / MIB);
+    assert!(some.ratio() < all.ratio() && some.pinned < none.pinned);
 }

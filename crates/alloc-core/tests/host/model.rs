@@ -6,6 +6,7 @@ use alloc_core::host::{HostAllocation, HostConfig};
 use mock_backend::{MockBackend, MockStream, Placement};
 use proptest::prelude::*;
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 const STREAMS: usize = 3;
 
@@ -40,8 +41,8 @@ fn op() -> impl Strategy<Value = Op> {
 
 /// Limits that a few operations reach.
 fn rules() -> impl Strategy<Value = Rules> {
-    (6..=12_u32, 1..=4_usize, 1..=3_u64, prop::bool::ANY).prop_map(
-        |(granule, batch_blocks, growth, bounded)| Rules {
+    (6..=12_u32, 1..=4_usize, 1..=3_u64, prop::bool::ANY, prop::bool::ANY).prop_map(
+        |(granule, batch_blocks, growth, bounded, gathers)| Rules {
             granule: 1 << granule,
             small_max: 8192,
             growth_min: growth * 65_536,
@@ -49,6 +50,7 @@ fn rules() -> impl Strategy<Value = Rules> {
             batch_blocks,
             batch_bytes: 100_000,
             draining_max: if bounded { 0 } else { 150_000 },
+            gathers,
             cached_max: if bounded { 300_000 } else { u64::MAX },
         },
     )
@@ -63,6 +65,8 @@ fn config(rules: &Rules) -> HostConfig {
         batch_blocks_max: rules.batch_blocks as u16,
         batch_bytes_max: rules.batch_bytes,
         draining_bytes_max: rules.draining_max,
+        // So long that no time to speak of passes meanwhile.
+        event_interval_min: Duration::from_secs(u64::from(rules.gathers) * 3600),
         cached_bytes_max: Some(rules.cached_max),
         cached_age_max: None,
         ..HostConfig::ours()

@@ -308,6 +308,8 @@ pub(crate) struct Rules {
     pub(crate) batch_blocks: usize,
     pub(crate) batch_bytes: u64,
     pub(crate) draining_max: u64,
+    /// Whether events for fewer than eight blocks matter.
+    pub(crate) gathers: bool,
     pub(crate) cached_max: u64,
 }
 
@@ -320,6 +322,8 @@ pub(crate) struct Slabs {
     shard: Heap,
     /// Freed blocks without an event, by stream.
     open: BTreeMap<usize, Vec<BlockNo>>,
+    /// Events for few blocks that no memory was pinned for yet.
+    events: u64,
 }
 
 impl Slabs {
@@ -329,6 +333,7 @@ impl Slabs {
             central: Heap::new(4096),
             shard: Heap::new(rules.granule),
             open: BTreeMap::new(),
+            events: 0,
             rules,
         }
     }
@@ -337,16 +342,18 @@ impl Slabs {
         let taken = self
             .take(bytes)
             .or_else(|| {
-                self.reach(world, usize::MAX);
-                self.take(bytes)
-            })
-            .or_else(|| {
-                let waits = self.open.values().any(|open| !open.is_empty());
-                let much = self.blocks.draining_bytes() >= self.rules.draining_max;
-                if waits && (much || bytes > self.rules.small_max) {
-                    self.process(world);
+                if self.leaves_gathering(bytes) {
+                    return None;
                 }
-                self.take(bytes)
+                self.reach(world, usize::MAX);
+                self.take(bytes).or_else(|| {
+                    let waits = self.open.values().any(|open| !open.is_empty());
+                    let much = self.blocks.draining_bytes() >= self.rules.draining_max;
+                    if waits && (much || bytes > self.rules.small_max) {
+                        self.process(world);
+                    }
+                    self.take(bytes)
+                })
             })
             .or_else(|| {
                 self.collect();
@@ -354,6 +361,20 @@ impl Slabs {
             });
         let (addr, block) = taken.unwrap_or_else(|| self.grow_and_take(world, bytes));
         self.blocks.add(addr, block, bytes <= self.rules.small_max)
+    }
+
+    /// Events for few blocks have cost as much as the memory for one more does.
+    fn should_gather(&self, bytes: u64) -> bool {
+        self.rules.gathers && self.events > bytes.div_ceil(64 << 10)
+    }
+
+    fn leaves_gathering(&mut self, bytes: u64) -> bool {
+        let waits = self.blocks.draining_bytes() > 0;
+        let leaves = bytes > self.rules.small_max && waits && self.should_gather(bytes);
+        if leaves {
+            self.events -= bytes.div_ceil(64 << 10);
+        }
+        leaves
     }
 
     fn take(&mut self, bytes: u64) -> Option<(u64, u64)> {
@@ -387,18 +408,20 @@ impl Slabs {
         let exact = bytes.next_multiple_of(granule).max(growth_min);
         let huge = exact.next_multiple_of(2 << 20);
         let exact = if huge - exact <= exact / 64 { huge } else { exact.next_multiple_of(4096) };
+        let pinned = self.central.bytes();
+        let share = (pinned / 256).clamp(growth_min, growth_max);
+        let block = bytes.next_multiple_of(4096);
+        let blocks = block * ((growth_max / 2).min(pinned / 16) / block).min(8);
+        let growth = exact.max(share - share % growth_min).max(blocks);
         let mut replaced = 0;
         for (bytes, addr) in self.central.idle().into_iter().rev() {
-            if bytes < exact && replaced < exact {
+            if bytes < exact && replaced < growth {
                 self.central.remove(addr);
                 world.unpin(addr);
                 replaced += bytes;
             }
         }
-        let pinned = self.central.bytes() + replaced;
-        let some = (8 * bytes).min(growth_max / 2).min(pinned / 16);
-        let share = some.max(pinned / 64).clamp(growth_min, growth_max);
-        let segment = exact.max(share - share % growth_min).max(replaced);
+        let segment = growth.max(replaced);
         let addr = world.pin(segment);
         self.central.add(addr, segment);
         if bytes > small_max {
@@ -424,8 +447,10 @@ impl Slabs {
             let open = self.open.entry(stream).or_default();
             open.push(no);
             let bytes: u64 = open.iter().map(|no| self.blocks.all[no].bytes).sum();
+            let many = open.len() >= self.rules.batch_blocks;
             let most = self.rules.batch_bytes.max(self.central.bytes() / 2);
-            if open.len() >= self.rules.batch_blocks || bytes >= most {
+            let freed = self.blocks.all[&no].bytes;
+            if many || (bytes >= most && !self.should_gather(freed)) {
                 self.flush(world, stream);
                 self.reach(world, 2.min(self.blocks.queue.len() - 1));
             }
@@ -435,6 +460,7 @@ impl Slabs {
     fn flush(&mut self, world: &impl World, stream: usize) {
         let blocks = self.open.remove(&stream).unwrap_or_default();
         if !blocks.is_empty() {
+            self.events += u64::from(blocks.len() < 8);
             let after = world.queued(stream);
             self.blocks.queue.push_back(Waiting { stream, after, blocks });
         }

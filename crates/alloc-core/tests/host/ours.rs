@@ -127,6 +127,55 @@ fn large_blocks_share_events() {
     rig.finish();
 }
 
+/// Frees and asks for one size, round after round; the stream has always done by then what it was
+/// given. Time passes besides what the driver's calls take.
+fn use_over_and_over(rig: &Rig, bytes: u64, rounds: u32, pause_ns: u64) {
+    let stream = rig.stream();
+    for _ in 0..rounds {
+        let a = rig.allocate(bytes);
+        rig.use_on(&a, &stream);
+        rig.free(a);
+        rig.backend.pass(&stream);
+        rig.backend.advance(pause_ns);
+    }
+}
+
+/// Where they follow each other closely, enough is pinned that large blocks share events, too.
+#[test]
+fn events_that_come_too_often_are_shared() {
+    for (mib, per_event, most_mib) in [(4, 8, 64), (16, 8, 144), (64, 2, 192)] {
+        let rig = Rig::new(MockBackend::builder().strict().build(), config());
+        use_over_and_over(&rig, mib * MIB, 20_000, 0);
+        let [records, queries] = [Call::Record, Call::Query].map(|call| rig.calls(call));
+        use_over_and_over(&rig, mib * MIB, 1000, 0);
+        let calls = [rig.calls(Call::Record) - records, rig.calls(Call::Query) - queries];
+        assert!(calls.into_iter().max() <= Some(1000 / per_event + 4), "{mib} MiB: {calls:?}");
+        assert!(rig.pinned() <= most_mib * MIB, "{mib} MiB: {} bytes", rig.pinned());
+        rig.finish();
+    }
+}
+
+/// A copy of a buffer takes longer than its event: nothing is pinned to save the event.
+#[test]
+fn events_that_come_seldom_cost_no_memory() {
+    let rig = Rig::new(MockBackend::builder().strict().build(), config());
+    use_over_and_over(&rig, 16 * MIB, 20_000, 25_000);
+    assert!(rig.pinned() <= 32 * MIB, "{} bytes", rig.pinned());
+    rig.finish();
+}
+
+/// Blocks that gather are found when there is no more to pin.
+#[test]
+fn blocks_that_gather_serve_when_the_limit_is_reached() {
+    let limit = HostConfig { reserved_bytes_max: Some(48 * MIB), ..config() };
+    let rig = Rig::new(MockBackend::builder().strict().build(), limit);
+    use_over_and_over(&rig, 16 * MIB, 5000, 0);
+    assert_eq!(rig.pinned(), 48 * MIB);
+    let all: Vec<_> = (0..3).map(|_| rig.allocate(16 * MIB)).collect();
+    all.into_iter().for_each(|block| rig.free(block));
+    rig.finish();
+}
+
 /// A batch that is open costs no memory when a large request finds nothing.
 #[test]
 fn open_batches_are_closed_for_large_requests() {

@@ -19,7 +19,6 @@ pub(crate) fn measure(wanted: Wanted<'_>) {
         return;
     }
     describe_machine();
-    crate::wake_memory();
     let driver = HostConfig { register: false, ..HostConfig::ours() };
     variant(wanted, "parts_driver", &driver, PinOptions::default(), GIB);
     for (touch, how) in [(Touch::First, "first"), (Touch::Meanwhile, "meanwhile")] {
