@@ -31,7 +31,9 @@ impl<B: Backend> Shared<B> {
         if self.run_callbacks(cell.device) {
             steps.push(LadderStep::Callbacks);
             let found = self.search(cell, request, &mut op.trace);
-            if let Some(block) = found.or_else(|| self.search_siblings(cell, request, &mut op.trace)) {
+            if let Some(block) =
+                found.or_else(|| self.search_siblings(cell, request, &mut op.trace))
+            {
                 return Ok(block);
             }
         }

@@ -84,8 +84,7 @@ impl<B: Backend> Shards<B> {
     }
 
     fn enter(&self, place: u32, cell: Arc<HeapCell<B>>) -> Option<&Arc<HeapCell<B>>> {
-        let places =
-            self.places.get_or_init(|| (0..SHARDS_MAX).map(|_| OnceLock::new()).collect());
+        let places = self.places.get_or_init(|| (0..SHARDS_MAX).map(|_| OnceLock::new()).collect());
         // Another thread may have entered it: it is the same.
         let _ = places[place as usize].set(cell);
         self.get(place)
@@ -199,11 +198,7 @@ impl<B: Backend> Shared<B> {
     }
 
     #[cold]
-    fn first_shard_at<'a>(
-        &'a self,
-        cell: &'a HeapCell<B>,
-        place: u32,
-    ) -> Option<&'a HeapCell<B>> {
+    fn first_shard_at<'a>(&'a self, cell: &'a HeapCell<B>, place: u32) -> Option<&'a HeapCell<B>> {
         let pool = cell.home.pools.default_pool();
         let shard = self.heap_at(pool, &cell.stream, place + 1);
         cell.shards.enter(place, shard).map(|shard| &**shard)

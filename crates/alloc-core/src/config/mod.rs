@@ -54,8 +54,8 @@ pub enum PeakMode {
     /// for them: that is every one that sets a new peak, and few others.
     Exact,
     /// Each heap keeps its own peaks and readers add them up: nothing is shared between streams, and
-    /// the figure is at least the true peak and at most the sum of what each stream ever held. With
-    /// one stream it is exact, and that of all reserved bytes always is.
+    /// the figure is at least the true peak and at most the sum of what each heap ever held. With one
+    /// stream whose threads do not collide it is exact, and that of all reserved bytes always is.
     PerHeap,
 }
 

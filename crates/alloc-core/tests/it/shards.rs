@@ -217,7 +217,10 @@ fn private_pools_have_no_shards() {
     let (graph, captured) = rig.capture(&mut memory, &rig.s(1), || rig.alloc(KIB, &rig.s(1)));
     assert_eq!(rig.pool_of(&captured), memory.pool());
     let again = rig.alloc(KIB, &rig.s(1));
-    assert_eq!(rig.locate(again.addr()).unwrap().segment, rig.locate(plain.addr()).unwrap().segment);
+    assert_eq!(
+        rig.locate(again.addr()).unwrap().segment,
+        rig.locate(plain.addr()).unwrap().segment
+    );
     for block in [plain, scoped, captured, again] {
         rig.free(block);
     }
