@@ -11,7 +11,7 @@ use crate::events::EventQueue;
 use crate::heap::{Heap, Ledger, SegmentId};
 use crate::padded::Padded;
 use crate::stats::{Counters, Row, StatTable};
-use crate::sync::{Mutex, ReentrantMutex, ReentrantMutexGuard, RwLock, ShortLock};
+use crate::sync::{Mutex, ReentrantMutex, ReentrantMutexGuard, RwLock, ShortGuard, ShortLock};
 use crate::trace::TraceBuffer;
 use crate::units::{DeviceId, PoolId, StreamId};
 use smallvec::SmallVec;
@@ -35,7 +35,8 @@ pub(crate) struct HeapCell<B: Backend> {
     pub(super) shards: Shards<B>,
     pub(super) stream: B::Stream,
     pub(super) stream_id: StreamId,
-    /// Apart from what is only read, which requests on their way to a shard do at any time.
+    /// Taken by itself to read or to hit; [`lock`](HeapCell::lock) shows all free memory. Apart from what
+    /// is only read, which requests on their way to a shard do at any time.
     pub(super) state: Padded<ShortLock<HeapState<B>>>,
     /// An event on the stream, and the heap's clock when it was recorded: once it is reached, what
     /// was freed before is nobody's any more.
@@ -102,14 +103,40 @@ pub(super) struct Device<B: Backend> {
 }
 
 impl<B: Backend> HeapCell<B> {
+    /// Takes the lock to look at free memory: all of it is in the free index.
+    pub(super) fn lock(&self) -> ShortGuard<'_, HeapState<B>> {
+        let mut state = self.state.lock();
+        state.body.heap.settle();
+        state
+    }
+
     /// See [`Shared::edit`](super::Shared::edit).
-    #[inline]
     pub(super) fn edit<R>(
+        &self,
+        trace: &mut TraceBuffer,
+        change: impl FnOnce(&mut HeapBody<B>, &mut Ledger<'_>) -> R,
+    ) -> R {
+        self.change(self.lock(), Some(trace), change)
+    }
+
+    /// [`edit`](Self::edit) by a hit, which leaves blocks that wait to be asked for again alone.
+    #[inline]
+    pub(super) fn hit<R>(
         &self,
         trace: Option<&mut TraceBuffer>,
         change: impl FnOnce(&mut HeapBody<B>, &mut Ledger<'_>) -> R,
     ) -> R {
-        let mut state = self.state.lock_noting(|state| self.note_collision(state));
+        let state = self.state.lock_noting(|state| self.note_collision(state));
+        self.change(state, trace, change)
+    }
+
+    #[inline]
+    fn change<R>(
+        &self,
+        mut state: ShortGuard<'_, HeapState<B>>,
+        trace: Option<&mut TraceBuffer>,
+        change: impl FnOnce(&mut HeapBody<B>, &mut Ledger<'_>) -> R,
+    ) -> R {
         let HeapState { body, stats, .. } = &mut *state;
         let result = change(body, &mut Ledger { stats, trace });
         if stats.has_risen() {

@@ -250,7 +250,7 @@ impl<B: Backend> Shared<B> {
     /// Gives an empty heap whose pool has ended to another pool.
     fn move_in(&self, cell: &HeapCell<B>, pool: &Arc<Pool>, source: OwnSource<B>) {
         let rules = self.rules_for(cell.device, &source, &self.settings.lock());
-        let mut state = cell.state.lock();
+        let mut state = cell.lock();
         state.body.pool = Arc::clone(pool);
         state.body.source = source;
         state.body.heap.pool = Arc::clone(&pool.shared);
@@ -289,7 +289,7 @@ impl<B: Backend> Shared<B> {
         trace: &mut TraceBuffer,
         change: impl FnOnce(&mut HeapBody<B>, &mut Ledger<'_>) -> R,
     ) -> R {
-        cell.edit(Some(trace), change)
+        cell.edit(trace, change)
     }
 
     /// The heap and block id of the block handed out at exactly `addr`.

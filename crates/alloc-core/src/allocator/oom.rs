@@ -77,7 +77,7 @@ fn reports(heaps: impl Iterator<Item = HeapReport>) -> Vec<HeapReport> {
 }
 
 fn report_of<B: Backend>(cell: &HeapCell<B>) -> Option<HeapReport> {
-    let state = cell.state.lock();
+    let state = cell.lock();
     let heap = &state.body.heap;
     if heap.segments.is_empty() {
         return None;
@@ -95,7 +95,7 @@ fn report_of<B: Backend>(cell: &HeapCell<B>) -> Option<HeapReport> {
         match block.state {
             BlockState::Live | BlockState::Held => report.allocated += block.bytes,
             BlockState::Draining { .. } => report.pending += block.bytes,
-            BlockState::Free => {
+            BlockState::Free | BlockState::Waiting { .. } => {
                 report.cached += block.bytes;
                 report.largest_free = report.largest_free.max(block.bytes);
             }

@@ -5,7 +5,7 @@
 //! requests, which are most but hold few of the bytes, go to shards: heaps of the same pool and stream,
 //! of which each thread keeps to one. Blocks go back to where they come from. Memory needs no event to
 //! pass between shards, since all of it is one stream's: idle handles move at once, and a request that
-//! no handle can be found for is served by any of them (`docs/adr/0022-shards.md`).
+//! no handle can be found for is served by any of them (`docs/adr/0023-shards.md`).
 
 use super::allocate::HandedOut;
 use super::check::{Violation, ensure};
@@ -124,7 +124,7 @@ impl<B: Backend> HeapCell<B> {
 
     /// Gives the heap new rules.
     pub(super) fn renew(&self, rules: Rules) {
-        let mut state = self.state.lock();
+        let mut state = self.lock();
         if self.may_divide() {
             self.shards.renew(&rules);
         }
@@ -212,8 +212,8 @@ impl<B: Backend> Shared<B> {
         trace: &mut TraceBuffer,
     ) -> Option<HandedOut> {
         self.devices[cell.device.index()].siblings(cell).iter().find_map(|sibling| {
-            self.edit(sibling, trace, |body, ledger| {
-                let block = body.heap.serve_again(request, ledger)?;
+            sibling.hit(Some(trace), |body, ledger| {
+                let block = body.heap.serve_hit(request, ledger)?;
                 Some(body.handed_out(block))
             })
         })

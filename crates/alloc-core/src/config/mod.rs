@@ -9,7 +9,7 @@ pub use parse::ConfError;
 
 use crate::size_class::{
     BLOCK_BYTES_MIN, LARGE_SEGMENT_BYTES, OURS_SMALL_BYTES_MAX, RoundupDivisions, SMALL_BYTES_MAX,
-    round_request, segment_bytes,
+    round_request, round_to_few, segment_bytes,
 };
 use std::collections::BTreeMap;
 
@@ -284,6 +284,9 @@ pub(crate) struct Rules {
     pub(crate) expandable: bool,
     /// Whether the smallest block that suffices is the one to take, whatever lies behind it.
     pub(crate) plain_fit: bool,
+    /// How many freed blocks may wait to be asked for again. 0 where a rule forbids some requests some
+    /// blocks.
+    pub(crate) waiting_max: u32,
     /// Largest rounded request of the small class.
     pub(crate) small_bytes_max: u64,
     /// Heaps that serve small requests where threads collide; 1 is none.
@@ -301,6 +304,9 @@ impl Rules {
     ) -> Self {
         let large_segment_bytes = settings.large_segment_bytes;
         let rounding = settings.max_non_split_rounding_bytes.unwrap_or(large_segment_bytes);
+        let counts_searches =
+            settings.gc_threshold.is_some() && (limited || policy == Policy::Ours);
+        let plain_fit = policy == Policy::Ours && expandable;
         Rules {
             roundup: settings.roundup.honouring_one(policy == Policy::Ours),
             plain_rounding: settings.roundup.is_plain(),
@@ -308,9 +314,14 @@ impl Rules {
             max_split_bytes: settings.max_split_bytes,
             max_non_split_rounding_bytes: rounding,
             oversize_covers_expandable: policy == Policy::Pytorch,
-            counts_searches: settings.gc_threshold.is_some() && (limited || policy == Policy::Ours),
+            counts_searches,
             expandable,
-            plain_fit: policy == Policy::Ours && expandable,
+            plain_fit,
+            waiting_max: if plain_fit && settings.max_split_bytes.is_none() && !counts_searches {
+                settings.ours.waiting_max
+            } else {
+                0
+            },
             small_bytes_max: if expandable && policy == Policy::Ours {
                 OURS_SMALL_BYTES_MAX
             } else {
@@ -328,7 +339,8 @@ impl Rules {
     #[inline]
     pub(crate) fn round(&self, requested: u64) -> u64 {
         if self.plain_rounding {
-            return requested.next_multiple_of(BLOCK_BYTES_MIN);
+            let rounded = requested.next_multiple_of(BLOCK_BYTES_MIN);
+            return if self.waiting_max > 0 { round_to_few(rounded) } else { rounded };
         }
         round_request(requested, &self.roundup)
     }

@@ -39,6 +39,11 @@ pub struct OursSettings {
     /// `ours_views_max`: places where one handle may be mapped at once; above, old ones are unmapped
     /// when they are known to be unused, and no part of the handle moves.
     pub views_max: u32,
+    /// `ours_waiting_max`: freed blocks that a stream keeps as they are for requests of the same size,
+    /// until memory is short. The requests of up to 256 KiB that this serves best are rounded to
+    /// sixteen sizes a power of two. 0: blocks merge with free neighbours at once, and every request is
+    /// rounded to 512 bytes.
+    pub waiting_max: u32,
     /// `ours_stall_share`, from 0 to 1 without 1: the share of time that moving memory may take, where
     /// the allocator has a clock.
     pub stall_share: f64,
@@ -83,6 +88,7 @@ impl Default for OursSettings {
             handle_bytes_calm: 64 << 20,
             part_bytes_min: 1 << 20,
             views_max: 8,
+            waiting_max: 512,
             stall_share: 0.01,
             hurry_max: 0.5,
             shards: 16,

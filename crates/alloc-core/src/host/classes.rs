@@ -6,7 +6,8 @@
 use super::block::{BlockId, BlockTable, State};
 use super::check::{Violation, ensure};
 use super::home::{After, Home, Span, Taken};
-use super::stats::{BUCKETS, Ledger, bucket_of};
+use super::ledger::Ledger;
+use super::stats::{BUCKETS, bucket_of};
 use crate::padded::Padded;
 use crate::sync::{RwLock, ShortGuard, ShortLock};
 use crate::units::Addr;

@@ -9,6 +9,7 @@
 //! * `pictures`: short scripts as maps of their segments;
 //! * `shards`: threads on one stream with heaps of their own for small requests;
 //! * `sharing`, `sharing_faults`: blocks that other simulated processes use;
+//! * `waiting`: freed blocks that wait for requests of their size;
 //! * `watching`: observers of memory that comes and goes;
 //! * `errors`, `teardown`, `forgotten`: misuse, broken backends, and the end.
 #![expect(clippy::unwrap_used, reason = "in a test a panic is the report, helpers included")]
@@ -43,4 +44,5 @@ mod sources;
 mod teardown;
 mod threads;
 mod threads_graphs;
+mod waiting;
 mod watching;

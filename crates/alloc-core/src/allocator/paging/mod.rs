@@ -127,7 +127,7 @@ impl<B: Backend> Shared<B> {
         let Some(mark) = mark.or_else(record) else { return };
         match self.backend.query(&mark.1) {
             Ok(Completion::Reached) => {
-                let state = cell.state.lock();
+                let state = cell.lock();
                 let segments = state.body.heap.segments.iter();
                 let bases: Vec<_> =
                     segments.filter(|(_, s)| s.is_expandable()).map(|(_, s)| s.base).collect();
@@ -153,7 +153,7 @@ impl<B: Backend> Shared<B> {
         let needed = usage.active + request.rounded;
         let peak = device.needed_peak.fetch_max(needed, Ordering::Relaxed).max(needed);
         let margin = ((peak as f64 * knobs.margin) as u64).max(knobs.margin_bytes_min);
-        let calm = cell.state.lock().body.heap.note_growth(request.class);
+        let calm = cell.lock().body.heap.note_growth(request.class);
         let step = if request.class == SizeClass::Small { 0.0 } else { peak as f64 * knobs.step };
         let step = (step as u64).min(knobs.handle_bytes_max) / unit * unit;
         let pinned = cell.pool().is_pinned();
@@ -293,7 +293,7 @@ impl<B: Backend> Shared<B> {
             supply = self.supply(store, cell, terms, &quiet);
         }
         let window = {
-            let state = cell.state.lock();
+            let state = cell.lock();
             let (heap, layout) = (&state.body.heap, store.layout());
             window::find(heap, &layout, &supply.stock, request.class, request.rounded)
         };
@@ -369,7 +369,7 @@ impl<B: Backend> Shared<B> {
         request: &Request,
         room: u64,
     ) -> Option<(Site, Site)> {
-        let state = cell.state.lock();
+        let state = cell.lock();
         let heap = &state.body.heap;
         let layout = store.layout();
         let segments = heap.segments.iter();
@@ -416,7 +416,7 @@ impl<B: Backend> Shared<B> {
             }
             Err(error) => return Err(backend_error(error)),
         };
-        let mut state = cell.state.lock();
+        let mut state = cell.lock();
         let heap = &mut state.body.heap;
         let segment = heap.segments.next_id();
         // Holes end where a byte belongs to another view, which is at any block boundary.
@@ -425,7 +425,7 @@ impl<B: Backend> Shared<B> {
     }
 
     fn own_stock(&self, store: &Store<B>, cell: &HeapCell<B>, least: stock::Least) -> Supply<B> {
-        let state = cell.state.lock();
+        let state = cell.lock();
         let layout = store.layout();
         let mut stock = Stock::new(&layout);
         stock.add_own(&state.body.heap, &layout, least);
@@ -465,7 +465,7 @@ impl<B: Backend> Shared<B> {
             if cell.pool().is_pinned() || !has_idle_pages(&cell) || cell.mark.lock().is_some() {
                 continue;
             }
-            let clock = cell.state.lock().body.heap.clock;
+            let clock = cell.lock().body.heap.clock;
             if let Ok(Some(event)) = self.record(&cell.stream) {
                 *cell.mark.lock() = Some((clock, event));
             }
@@ -473,7 +473,7 @@ impl<B: Backend> Shared<B> {
     }
 
     fn quiet_since(&self, cell: &HeapCell<B>, waiting: bool) -> AllocResult<Option<u32>, B> {
-        let clock = cell.state.lock().body.heap.clock;
+        let clock = cell.lock().body.heap.clock;
         // Any stream but the caller's may begin to capture, or join a capture, at any moment then (I9).
         let only_marks = self.captures_under_way();
         if waiting && !only_marks {
@@ -512,7 +512,7 @@ impl<B: Backend> Shared<B> {
         let small = if terms.desperate { BLOCK_BYTES_MIN } else { BLOCK_OF_PAGES };
         let mut supply = self.own_stock(store, cell, [small, BLOCK_BYTES_MIN]);
         for (other, clock) in quiet {
-            let state = other.state.lock();
+            let state = other.lock();
             let heap = &state.body.heap;
             supply.stock.add_whole(supply.cells.len(), heap, &store.layout(), *clock);
             drop(state);
@@ -532,7 +532,7 @@ struct Supply<B: Backend> {
 }
 
 fn has_idle_pages<B: Backend>(cell: &HeapCell<B>) -> bool {
-    let state = cell.state.lock();
+    let state = cell.lock();
     let classes = &state.body.heap.classes;
     classes.iter().any(|class| class.free.best_fit(BLOCK_OF_PAGES).is_some())
 }
