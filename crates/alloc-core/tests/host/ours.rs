@@ -143,7 +143,7 @@ fn use_over_and_over(rig: &Rig, bytes: u64, rounds: u32, pause_ns: u64) {
 /// Where they follow each other closely, enough is pinned that large blocks share events, too.
 #[test]
 fn events_that_come_too_often_are_shared() {
-    for (mib, per_event, most_mib) in [(4, 8, 64), (16, 8, 144), (64, 2, 192)] {
+    for (mib, per_event, most_mib) in [(4, 8, 40), (16, 8, 144), (32, 8, 288), (64, 4, 256)] {
         let rig = Rig::new(MockBackend::builder().strict().build(), config());
         use_over_and_over(&rig, mib * MIB, 20_000, 0);
         let [records, queries] = [Call::Record, Call::Query].map(|call| rig.calls(call));
