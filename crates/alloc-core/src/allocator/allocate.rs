@@ -28,9 +28,9 @@ impl<B: Backend> Shared<B> {
         cell: &HeapCell<B>,
         requested: u64,
     ) -> AllocResult<Allocation, B> {
-        // Of 0 bytes, too large, watched by a trace sink, while a scope chooses pools or events are
-        // pending: all rare.
-        let usual = requested.wrapping_sub(1) < REQUEST_BYTES_MAX - 1
+        // Of 0 bytes, too large, for a shard, watched by a trace sink, while a scope chooses pools or
+        // events are pending: all rare, or worth a call.
+        let usual = cell.shards.leave(requested)
             && !self.tracing.load(Ordering::Relaxed)
             && cell.home.pools.scopes.is_empty()
             && cell.home.events.is_empty();
@@ -47,6 +47,9 @@ impl<B: Backend> Shared<B> {
     #[cold]
     #[inline(never)]
     fn allocate_in_full(&self, cell: &HeapCell<B>, requested: u64) -> AllocResult<Allocation, B> {
+        if let Some(shard) = self.shard_for(cell, requested) {
+            return self.allocate(shard, requested);
+        }
         if !cell.home.pools.scopes.is_empty()
             && let Some(routed) = self.route(cell)?
         {

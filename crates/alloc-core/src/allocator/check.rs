@@ -3,6 +3,7 @@
 //! The numbers are those of `docs/invariants.md`.
 
 use super::pools::{OwnSource, check_pools, is_same};
+use super::shards::check_shards;
 use super::{CachingAllocator, Device, HeapBody, HeapCell, Paging, Shared};
 use crate::backend::{Backend, SEGMENT_ALIGN};
 use crate::block::{Block, BlockId, BlockState};
@@ -107,6 +108,7 @@ impl<B: Backend> Shared<B> {
             format!("{} blocks in event queues, {draining} draining", pending.len())
         })?;
         check_pools(device)?;
+        check_shards(device)?;
         self.check_sums(id, device, &sums)?;
         self.check_pages(id, device, &None)?;
         for source in device.pools.sources() {

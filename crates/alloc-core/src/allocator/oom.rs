@@ -39,7 +39,7 @@ impl<B: Backend> Shared<B> {
                 Shortage::Addresses(lack) => Some(lack),
             },
             steps,
-            heaps: device.heaps().iter().filter_map(|cell| report_of(cell)).collect(),
+            heaps: reports(device.heaps().iter().filter_map(|cell| report_of(cell))),
         };
         op.trace.push(|| TraceEntry {
             action: TraceAction::Oom,
@@ -56,6 +56,24 @@ impl<B: Backend> Shared<B> {
         }
         AllocError::OutOfMemory(Box::new(report))
     }
+}
+
+/// One report for all heaps of a pool and stream. They come one after the other.
+fn reports(heaps: impl Iterator<Item = HeapReport>) -> Vec<HeapReport> {
+    let mut reports: Vec<HeapReport> = Vec::new();
+    for heap in heaps {
+        match reports.last_mut() {
+            Some(last) if (last.pool, last.stream) == (heap.pool, heap.stream) => {
+                last.reserved += heap.reserved;
+                last.allocated += heap.allocated;
+                last.pending += heap.pending;
+                last.cached += heap.cached;
+                last.largest_free = last.largest_free.max(heap.largest_free);
+            }
+            _ => reports.push(heap),
+        }
+    }
+    reports
 }
 
 fn report_of<B: Backend>(cell: &HeapCell<B>) -> Option<HeapReport> {

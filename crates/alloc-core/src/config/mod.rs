@@ -4,6 +4,7 @@ mod ours;
 mod parse;
 
 pub use ours::OursSettings;
+pub(crate) use ours::{FREES_WATCHED, SHARDS_MAX};
 pub use parse::ConfError;
 
 use crate::size_class::{
@@ -53,8 +54,8 @@ pub enum PeakMode {
     /// for them: that is every one that sets a new peak, and few others.
     Exact,
     /// Each heap keeps its own peaks and readers add them up: nothing is shared between streams, and
-    /// the figure is at least the true peak and at most the sum of what each stream ever held. With
-    /// one stream it is exact, and that of all reserved bytes always is.
+    /// the figure is at least the true peak and at most the sum of what each heap ever held. With one
+    /// stream whose threads do not collide it is exact, and that of all reserved bytes always is.
     PerHeap,
 }
 
@@ -288,6 +289,10 @@ pub(crate) struct Rules {
     pub(crate) waiting_max: u32,
     /// Largest rounded request of the small class.
     pub(crate) small_bytes_max: u64,
+    /// Heaps that serve small requests where threads collide; 1 is none.
+    pub(crate) shards: u32,
+    /// Collisions after which there are such.
+    pub(crate) collisions: u32,
 }
 
 impl Rules {
@@ -322,6 +327,12 @@ impl Rules {
             } else {
                 SMALL_BYTES_MAX
             },
+            shards: if expandable && policy == Policy::Ours {
+                settings.ours.shards.clamp(1, SHARDS_MAX)
+            } else {
+                1
+            },
+            collisions: settings.ours.collisions,
         }
     }
 

@@ -1,6 +1,11 @@
 //! Settings that only policy `ours` has.
 
-/// How policy `ours` grows expandable segments; keys of the settings string begin with `ours_`.
+/// Most shards of one heap.
+pub(crate) const SHARDS_MAX: u32 = 64;
+/// Collisions are counted within so many frees of a heap.
+pub(crate) const FREES_WATCHED: u32 = 4096;
+
+/// How policy `ours` grows expandable segments and what it does about threads that collide; keys of the settings string begin with `ours_`.
 ///
 /// The default spends driver calls to reserve little more than is needed; [`speed`](Self::speed) is
 /// for programs that are short of time instead. `ours_goal:memory` and `ours_goal:speed` choose between
@@ -45,6 +50,12 @@ pub struct OursSettings {
     /// `ours_hurry_max`, from 0 to 1 without 1: where that does not suffice, up to this fraction more
     /// is reserved than was ever needed.
     pub hurry_max: f64,
+    /// `ours_shards`, from 1 to 64: heaps that serve the small requests of a stream of the default pool
+    /// once its threads collide, each thread keeping to one of them. 1 is none.
+    pub shards: u32,
+    /// `ours_collisions`: so many times within 4,096 frees a thread has to find the heap in use for that;
+    /// 0 is from the start.
+    pub collisions: u32,
 }
 
 impl OursSettings {
@@ -80,6 +91,8 @@ impl Default for OursSettings {
             waiting_max: 512,
             stall_share: 0.01,
             hurry_max: 0.5,
+            shards: 16,
+            collisions: 64,
         }
     }
 }

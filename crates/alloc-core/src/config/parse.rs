@@ -3,7 +3,7 @@
 //! Stricter than upstream in one respect: a wrong separator, a missing bracket or a bad value is an
 //! error, never skipped, and a failed string changes nothing.
 
-use super::{BackendChoice, OursSettings, ReserveSize, Settings};
+use super::{BackendChoice, FREES_WATCHED, OursSettings, ReserveSize, SHARDS_MAX, Settings};
 use crate::size_class::{ListKey, RoundupDivisions};
 use std::fmt;
 use std::ops::RangeInclusive;
@@ -183,6 +183,8 @@ fn set_ours(ours: &mut OursSettings, entry: &Entry<'_>) -> Result<(), ConfError>
         "ours_hurry_max" => ours.hurry_max = fraction(entry)?,
         "ours_waiting_max" => ours.waiting_max = between(entry, 0..=1 << 16)?,
         "ours_views_max" => ours.views_max = between(entry, 1..=64)?,
+        "ours_shards" => ours.shards = between(entry, 1..=SHARDS_MAX)?,
+        "ours_collisions" => ours.collisions = between(entry, 0..=FREES_WATCHED)?,
         _ => return Err(entry.error("there is no such setting")),
     }
     Ok(())

@@ -62,7 +62,6 @@ mod ladder;
 mod ledger;
 mod options;
 mod pace;
-mod padded;
 mod pins;
 mod pools;
 mod queue;

@@ -7,6 +7,7 @@
 //! * `faults`, `interleave`: a failure, or another thread's operation, at every backend call;
 //! * `threads`: real threads;
 //! * `pictures`: short scripts as maps of their segments;
+//! * `shards`: threads on one stream with heaps of their own for small requests;
 //! * `sharing`, `sharing_faults`: blocks that other simulated processes use;
 //! * `waiting`: freed blocks that wait for requests of their size;
 //! * `watching`: observers of memory that comes and goes;
@@ -36,6 +37,7 @@ mod moving;
 mod pictures;
 mod replay;
 mod rig;
+mod shards;
 mod sharing;
 mod sharing_faults;
 mod sources;

@@ -51,6 +51,14 @@ const STEPS_OF_HURRY: u64 = 32;
 /// Plans that other threads may spoil before growth gives up on moving and takes new memory.
 const ATTEMPTS: usize = 4;
 
+/// How much memory a device needs.
+struct Usage {
+    /// Bytes that clients hold or work may still use.
+    active: u64,
+    /// Bytes that shards may have besides.
+    slack: u64,
+}
+
 /// What one attempt goes by.
 struct Terms {
     knobs: OursSettings,
@@ -141,7 +149,8 @@ impl<B: Backend> Shared<B> {
         let device = &self.devices[cell.device.index()];
         let knobs = self.settings.lock().ours;
         let unit = store.granularity(cell.device).max(SEGMENT_ALIGN);
-        let needed = self.in_use(device) + request.rounded;
+        let usage = self.usage(device);
+        let needed = usage.active + request.rounded;
         let peak = device.needed_peak.fetch_max(needed, Ordering::Relaxed).max(needed);
         let margin = ((peak as f64 * knobs.margin) as u64).max(knobs.margin_bytes_min);
         let calm = cell.lock().body.heap.note_growth(request.class);
@@ -149,6 +158,7 @@ impl<B: Backend> Shared<B> {
         let step = (step as u64).min(knobs.handle_bytes_max) / unit * unit;
         let pinned = cell.pool().is_pinned();
         let line = peak.saturating_add(margin).saturating_add(device.pace.extra());
+        let line = if cell.shard > 0 { line.saturating_add(usage.slack) } else { line };
         Terms {
             knobs,
             unit,
@@ -162,13 +172,14 @@ impl<B: Backend> Shared<B> {
         }
     }
 
-    /// Bytes of a device that clients hold or work may still use.
-    fn in_use(&self, device: &Device<B>) -> u64 {
-        let active = |cell: &Arc<HeapCell<B>>| {
-            let state = cell.lock();
-            state.stats.get(Gauge::ActiveBytes).all.current as u64
-        };
-        device.heaps().iter().map(active).sum()
+    fn usage(&self, device: &Device<B>) -> Usage {
+        let mut usage = Usage { active: 0, slack: 0 };
+        for cell in device.heaps() {
+            let active = cell.bytes(Gauge::ActiveBytes);
+            usage.active += active;
+            usage.slack += cell.slack(active);
+        }
+        usage
     }
 
     fn try_by_handles(
@@ -201,6 +212,12 @@ impl<B: Backend> Shared<B> {
         }
         if terms.pinned {
             return Ok(Err(Setback::Shortage(Shortage::Memory)));
+        }
+        if request.class == SizeClass::Small
+            && !cell.is_short()
+            && let Some(block) = self.search_siblings(cell, request, trace)
+        {
+            return Ok(Ok(block));
         }
         let now = self.now();
         if let Some(now) = now
@@ -305,6 +322,12 @@ impl<B: Backend> Shared<B> {
             };
             task.compose(&behind, &apart)
         };
+        if request.class == SizeClass::Small
+            && plan.created() > headroom
+            && let Some(block) = self.search_siblings(cell, request, trace)
+        {
+            return Ok(Ok(block));
+        }
         if device.limit().is_some_and(|limit| device.reserved() + plan.created() > limit) {
             return Ok(Err(Setback::Shortage(Shortage::Memory)));
         }
@@ -411,7 +434,8 @@ impl<B: Backend> Shared<B> {
     }
 
     /// The other heaps of a device with memory to give: what was free in them at their clock is
-    /// nobody's. Asks their streams without waiting, unless told to wait.
+    /// nobody's. Asks their streams without waiting, unless told to wait; those of its own stream need
+    /// not be asked.
     fn quiet_heaps(&self, cell: &HeapCell<B>, waiting: bool) -> AllocResult<Vec<Quiet<B>>, B> {
         let source = cell.owner().1;
         let mut quiet = Vec::new();
@@ -421,9 +445,12 @@ impl<B: Backend> Shared<B> {
             if away || !has_idle_pages(&other) {
                 continue;
             }
-            if let Some(clock) = self.quiet_since(&other, waiting)? {
-                quiet.push((other, clock));
-            }
+            let clock = if cell.is_sibling(&other) {
+                Some(other.state.lock().body.heap.clock)
+            } else {
+                self.quiet_since(&other, waiting)?
+            };
+            quiet.extend(clock.map(|clock| (other, clock)));
         }
         Ok(quiet)
     }
