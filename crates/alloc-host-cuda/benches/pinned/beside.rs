@@ -15,7 +15,7 @@ const ROUNDS: usize = 2;
 const WORDS: [&str; 6] = ["ours", "hit", "recorded", "threads", "first_pin", "copy"];
 
 /// Runs this program and `PEER all` in turn, then first pins in fresh processes; prints their lines as
-/// they come, then one table. Arguments: the peer, or `-` for none, and the number of rounds.
+/// they come, then one table of what succeeded. Arguments: the peer, or `-` for none, and the number of rounds.
 pub(crate) fn run(arguments: &[String]) -> ExitCode {
     let peer = arguments.first().filter(|peer| *peer != "-").map(Path::new);
     let rounds = arguments.get(1).map_or(Ok(ROUNDS), |rounds| rounds.parse());
@@ -23,47 +23,36 @@ pub(crate) fn run(arguments: &[String]) -> ExitCode {
         eprintln!("usage: {BESIDE} PEER|- [ROUNDS]");
         return ExitCode::FAILURE;
     };
-    match all_lines(peer, rounds) {
-        Ok(lines) => {
-            println!("\n{}", table(&lines));
-            ExitCode::SUCCESS
-        }
-        Err(reason) => {
-            eprintln!("{reason}");
-            ExitCode::FAILURE
-        }
-    }
-}
-
-fn all_lines(peer: Option<&Path>, rounds: usize) -> Result<String, String> {
-    let this = std::env::current_exe().map_err(|error| error.to_string())?;
-    let mut lines = String::new();
+    let this = std::env::current_exe().expect("this program");
+    let mut runs = Vec::new();
     for _ in 0..rounds {
-        lines += &lines_of(&this, &WORDS)?;
-        if let Some(peer) = peer {
-            lines += &lines_of(peer, &["all"])?;
+        runs.push((this.as_path(), WORDS.as_slice()));
+        runs.extend(peer.map(|peer| (peer, ["all"].as_slice())));
+    }
+    runs.push((&this, &["fresh"]));
+    let (mut lines, mut failures) = (String::new(), 0);
+    for (program, arguments) in runs {
+        if let Err(reason) = run_one(program, arguments, &mut lines) {
+            eprintln!("{}: {reason}", program.display());
+            failures += 1;
         }
     }
-    lines += &lines_of(&this, &["fresh"])?;
-    Ok(lines)
+    println!("\n{}", table(&lines));
+    if failures == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
-/// Runs a program; its output, which is passed on line by line.
-fn lines_of(program: &Path, arguments: &[&str]) -> Result<String, String> {
-    let name = program.display();
-    let failed = |reason: &dyn std::fmt::Display| format!("{name}: {reason}");
+/// Runs a program. Its output is passed on line by line, and added to `lines`, also if it fails.
+fn run_one(program: &Path, arguments: &[&str], lines: &mut String) -> Result<(), String> {
     let mut command = Command::new(program);
     let child = command.args(arguments).stdout(Stdio::piped()).spawn();
-    let mut child = child.map_err(|error| failed(&error))?;
-    let mut lines = String::new();
+    let mut child = child.map_err(|error| error.to_string())?;
     if let Some(output) = child.stdout.take() {
-        for line in BufReader::new(output).lines() {
-            let line = line.map_err(|error| failed(&error))?;
+        for line in BufReader::new(output).lines().map_while(Result::ok) {
             println!("{line}");
-            lines += &line;
+            lines.push_str(&line);
             lines.push('\n');
         }
     }
-    let status = child.wait().map_err(|error| failed(&error))?;
-    if status.success() { Ok(lines) } else { Err(failed(&status)) }
+    let status = child.wait().map_err(|error| error.to_string())?;
+    if status.success() { Ok(()) } else { Err(status.to_string()) }
 }

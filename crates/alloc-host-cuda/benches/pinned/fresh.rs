@@ -16,8 +16,8 @@ pub(crate) const CHILD: &str = "pin-in-child";
 /// Who pins: the allocator as it comes, or `cuMemHostAlloc` alone, which `cudaHostAlloc` calls.
 const PINNERS: [&str; 2] = ["ours", "driver"];
 
-/// Processes of each kind and size.
-const ROUNDS: usize = 5;
+/// GiB, and processes of each kind that pin so much.
+const SIZES: [(usize, usize); 2] = [(1, 5), (4, 3)];
 
 /// Milliseconds of one pin, and of its parts where it has some.
 #[derive(Clone, Copy)]
@@ -33,10 +33,10 @@ type Pins = [Pin; 2];
 
 /// Measures first pins of 1 and 4 GiB, if wanted.
 pub(crate) fn measure(words: &[String]) {
-    let sizes = [1, 4].map(|gib| (gib, format!("fresh_pin_{gib}_gib")));
-    for (gib, _) in sizes.into_iter().filter(|(_, name)| is_wanted(words, name)) {
+    let sizes = SIZES.map(|(gib, rounds)| (gib, rounds, format!("fresh_pin_{gib}_gib")));
+    for (gib, rounds, _) in sizes.into_iter().filter(|(_, _, name)| is_wanted(words, name)) {
         let rounds: Vec<[Pins; 2]> =
-            (0..ROUNDS).map(|_| PINNERS.map(|pinner| in_child(pinner, gib))).collect();
+            (0..rounds).map(|_| PINNERS.map(|pinner| in_child(pinner, gib))).collect();
         for (nth, when) in ["fresh", "later"].into_iter().enumerate() {
             report(&format!("{when}_pin_{gib}_gib"), &rounds, nth);
         }
