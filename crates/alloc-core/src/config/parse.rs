@@ -184,6 +184,9 @@ fn set_ours(ours: &mut OursSettings, entry: &Entry<'_>) -> Result<(), ConfError>
         "ours_waiting_max" => ours.waiting_max = between(entry, 0..=1 << 16)?,
         "ours_views_max" => ours.views_max = between(entry, 1..=64)?,
         "ours_shards" => ours.shards = between(entry, 1..=SHARDS_MAX)?,
+        "ours_shard_max_kb" => {
+            ours.shard_bytes_max = u64::from(between(entry, 1..=2048)?) << 10;
+        }
         "ours_collisions" => ours.collisions = between(entry, 0..=FREES_WATCHED)?,
         _ => return Err(entry.error("there is no such setting")),
     }

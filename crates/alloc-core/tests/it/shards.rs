@@ -80,8 +80,12 @@ fn segments(judged: &Judged<Alloc>, bytes: u64, stream: &MockStream) -> usize {
 #[test]
 fn small_requests_of_a_thread_go_to_its_shard_and_large_ones_do_not() {
     let (judged, stream) = judged(DIVIDED);
-    assert!(segments(&judged, 256 * KIB, &stream) > 1);
-    assert_eq!(segments(&judged, 256 * KIB + 1, &stream), 1);
+    assert!(segments(&judged, 512 * KIB, &stream) > 1);
+    assert_eq!(segments(&judged, 512 * KIB + 1, &stream), 1);
+    ends(judged);
+    let (judged, stream) = self::judged(&format!("{DIVIDED},ours_shard_max_kb:64"));
+    assert!(segments(&judged, 64 * KIB, &stream) > 1);
+    assert_eq!(segments(&judged, 64 * KIB + 1, &stream), 1);
     ends(judged);
 }
 
