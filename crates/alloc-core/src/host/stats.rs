@@ -55,19 +55,18 @@ pub struct DurationStat {
     pub min: i64,
     /// Calls since the last reset of accumulated values.
     pub count: i64,
+    /// Whether there was a call since the last reset of peaks; it may have taken no microsecond.
+    has_extremes: bool,
 }
 
 impl DurationStat {
     pub(crate) fn record(&mut self, duration: Duration) {
         let micros = i64::try_from(duration.as_micros()).unwrap_or(i64::MAX);
-        self.min = if self.is_fresh() { micros } else { self.min.min(micros) };
+        self.min = if self.has_extremes { self.min.min(micros) } else { micros };
+        self.has_extremes = true;
         self.max = self.max.max(micros);
         self.total = self.total.saturating_add(micros);
         self.count += 1;
-    }
-
-    fn is_fresh(&self) -> bool {
-        self.min == 0 && self.max == 0
     }
 
     /// Mean duration since the last reset of accumulated values; 0 if there was no call.
@@ -78,6 +77,7 @@ impl DurationStat {
     pub(super) fn reset_peak(&mut self) {
         self.max = 0;
         self.min = 0;
+        self.has_extremes = false;
     }
 
     pub(super) fn reset_accumulated(&mut self) {
@@ -258,11 +258,21 @@ mod tests {
         for micros in [30, 10, 20] {
             stat.record(Duration::from_micros(micros));
         }
-        assert_eq!(stat, DurationStat { total: 60, max: 30, min: 10, count: 3 });
+        assert_eq!((stat.total, stat.max, stat.min, stat.count), (60, 30, 10, 3));
         assert_eq!(stat.average(), 20.0);
         stat.reset_accumulated();
         stat.reset_peak();
         assert_eq!(stat, DurationStat::default());
+    }
+
+    #[test]
+    fn a_call_that_takes_no_microsecond_is_the_shortest() {
+        let mut stat = DurationStat::default();
+        [0, 30].into_iter().for_each(|micros| stat.record(Duration::from_micros(micros)));
+        assert_eq!((stat.max, stat.min), (30, 0));
+        stat.reset_peak();
+        stat.record(Duration::from_micros(20));
+        assert_eq!((stat.max, stat.min), (20, 20));
     }
 
     #[test]
