@@ -4,7 +4,7 @@ mod ours;
 mod parse;
 
 pub use ours::OursSettings;
-pub(crate) use ours::{FREES_WATCHED, SHARDS_MAX};
+pub(crate) use ours::{FREES_WATCHED, SHARD_BYTES_MAX, SHARDS_MAX};
 pub use parse::ConfError;
 
 use crate::size_class::{
@@ -334,7 +334,7 @@ impl Rules {
             } else {
                 1
             },
-            shard_bytes_max: settings.ours.shard_bytes_max,
+            shard_bytes_max: settings.ours.shard_bytes_max.clamp(1, SHARD_BYTES_MAX),
             collisions: settings.ours.collisions,
         }
     }

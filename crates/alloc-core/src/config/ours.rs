@@ -1,5 +1,7 @@
 //! Settings that only policy `ours` has.
 
+/// The largest request that can be for a shard, in bytes.
+pub(crate) const SHARD_BYTES_MAX: u64 = 2 << 20;
 /// Most shards of one heap.
 pub(crate) const SHARDS_MAX: u32 = 64;
 /// Collisions are counted within so many frees of a heap.
