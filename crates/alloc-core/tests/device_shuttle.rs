@@ -145,6 +145,13 @@ fn one_stream() {
     play(8 << 30, |stage, _| churn(stage, 0));
 }
 
+/// One stream for all, and too little memory: what one thread frees serves the others, whatever heap
+/// it is in.
+#[test]
+fn one_stream_of_a_device_that_is_too_small() {
+    play(70 * MIB, |stage, _| churn(stage, 0));
+}
+
 /// Threads run out of memory, flush each other's cache and wait for each other's events.
 #[test]
 fn a_device_that_is_too_small() {

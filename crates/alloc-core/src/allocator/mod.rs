@@ -217,6 +217,7 @@ impl<B: Backend> Shared<B> {
         let rules = self.rules_for(device, &source, &self.settings.lock());
         let private = pool.id() != PoolId::DEFAULT;
         let shards = Shards::new();
+        let rules = if shard > 0 { rules.of_shard() } else { rules };
         if !private && shard == 0 {
             shards.renew(&rules);
         }

@@ -1,7 +1,7 @@
 //! Several heaps for one stream, where its threads collide.
 //!
 //! What bounds threads that share a stream is not the lock of its heap but the lines of its blocks,
-//! each of which another processor wrote last. So once threads find the heap in use too often, its small
+//! each of which another processor wrote last. So once threads find the heap in use too often, its smaller
 //! requests, which are most but hold few of the bytes, go to shards: heaps of the same pool and stream,
 //! of which each thread keeps to one. Blocks go back to where they come from. Memory needs no event to
 //! pass between shards, since all of it is one stream's: idle handles move at once, and a request that
@@ -58,7 +58,7 @@ impl<B: Backend> Shards<B> {
     /// Sends small requests to shards from now on.
     fn divide(&self, rules: &Rules) {
         self.count.store(rules.shards, Ordering::Relaxed);
-        self.least.store(rules.small_bytes_max + 1, Ordering::Relaxed);
+        self.least.store(rules.shard_bytes_max + 1, Ordering::Relaxed);
     }
 
     /// Follows rules that have changed.
@@ -128,7 +128,7 @@ impl<B: Backend> HeapCell<B> {
         if self.may_divide() {
             self.shards.renew(&rules);
         }
-        state.body.heap.rules = rules;
+        state.body.heap.rules = if self.shard > 0 { rules.of_shard() } else { rules };
     }
 
     /// Private pools have no shards: checkpoints and captures know their heaps by stream.
@@ -237,7 +237,7 @@ pub(super) fn check_shards<B: Backend>(device: &Device<B>) -> Result<(), Violati
         let limits = (least.load(Ordering::Relaxed), count.load(Ordering::Relaxed));
         let rules = &state.body.heap.rules;
         let right = !cell.shards.is_divided()
-            || cell.may_divide() && limits == (rules.small_bytes_max + 1, rules.shards);
+            || cell.may_divide() && limits == (rules.shard_bytes_max + 1, rules.shards);
         ensure(right, "I14", || format!("{stream} is divided against its rules: {limits:?}"))?;
     }
     Ok(())

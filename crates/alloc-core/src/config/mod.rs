@@ -4,7 +4,7 @@ mod ours;
 mod parse;
 
 pub use ours::OursSettings;
-pub(crate) use ours::{FREES_WATCHED, SHARDS_MAX};
+pub(crate) use ours::{FREES_WATCHED, SHARD_BYTES_MAX, SHARDS_MAX};
 pub use parse::ConfError;
 
 use crate::size_class::{
@@ -289,8 +289,10 @@ pub(crate) struct Rules {
     pub(crate) waiting_max: u32,
     /// Largest rounded request of the small class.
     pub(crate) small_bytes_max: u64,
-    /// Heaps that serve small requests where threads collide; 1 is none.
+    /// Heaps that serve smaller requests where threads collide; 1 is none.
     pub(crate) shards: u32,
+    /// Their largest request.
+    pub(crate) shard_bytes_max: u64,
     /// Collisions after which there are such.
     pub(crate) collisions: u32,
 }
@@ -332,8 +334,14 @@ impl Rules {
             } else {
                 1
             },
+            shard_bytes_max: settings.ours.shard_bytes_max.clamp(1, SHARD_BYTES_MAX),
             collisions: settings.ours.collisions,
         }
+    }
+
+    /// The rules of a shard, whose small class is as large as what it is for.
+    pub(crate) const fn of_shard(self) -> Self {
+        Rules { small_bytes_max: self.shard_bytes_max, ..self }
     }
 
     #[inline]

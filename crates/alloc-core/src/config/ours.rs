@@ -1,5 +1,7 @@
 //! Settings that only policy `ours` has.
 
+/// The largest request that can be for a shard, in bytes.
+pub(crate) const SHARD_BYTES_MAX: u64 = 2 << 20;
 /// Most shards of one heap.
 pub(crate) const SHARDS_MAX: u32 = 64;
 /// Collisions are counted within so many frees of a heap.
@@ -50,9 +52,12 @@ pub struct OursSettings {
     /// `ours_hurry_max`, from 0 to 1 without 1: where that does not suffice, up to this fraction more
     /// is reserved than was ever needed.
     pub hurry_max: f64,
-    /// `ours_shards`, from 1 to 64: heaps that serve the small requests of a stream of the default pool
+    /// `ours_shards`, from 1 to 64: heaps that serve the smaller requests of a stream of the default pool
     /// once its threads collide, each thread keeping to one of them. 1 is none.
     pub shards: u32,
+    /// `ours_shard_max_kb`, in bytes: the largest request for them. Larger means fewer collisions and
+    /// more memory.
+    pub shard_bytes_max: u64,
     /// `ours_collisions`: so many times within 4,096 frees a thread has to find the heap in use for that;
     /// 0 is from the start.
     pub collisions: u32,
@@ -92,6 +97,7 @@ impl Default for OursSettings {
             stall_share: 0.01,
             hurry_max: 0.5,
             shards: 16,
+            shard_bytes_max: 512 << 10,
             collisions: 64,
         }
     }

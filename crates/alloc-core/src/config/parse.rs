@@ -3,7 +3,9 @@
 //! Stricter than upstream in one respect: a wrong separator, a missing bracket or a bad value is an
 //! error, never skipped, and a failed string changes nothing.
 
-use super::{BackendChoice, FREES_WATCHED, OursSettings, ReserveSize, SHARDS_MAX, Settings};
+use super::{
+    BackendChoice, FREES_WATCHED, OursSettings, ReserveSize, SHARD_BYTES_MAX, SHARDS_MAX, Settings,
+};
 use crate::size_class::{ListKey, RoundupDivisions};
 use std::fmt;
 use std::ops::RangeInclusive;
@@ -184,6 +186,10 @@ fn set_ours(ours: &mut OursSettings, entry: &Entry<'_>) -> Result<(), ConfError>
         "ours_waiting_max" => ours.waiting_max = between(entry, 0..=1 << 16)?,
         "ours_views_max" => ours.views_max = between(entry, 1..=64)?,
         "ours_shards" => ours.shards = between(entry, 1..=SHARDS_MAX)?,
+        "ours_shard_max_kb" => {
+            let most = (SHARD_BYTES_MAX >> 10) as u32;
+            ours.shard_bytes_max = u64::from(between(entry, 1..=most)?) << 10;
+        }
         "ours_collisions" => ours.collisions = between(entry, 0..=FREES_WATCHED)?,
         _ => return Err(entry.error("there is no such setting")),
     }

@@ -80,8 +80,12 @@ fn segments(judged: &Judged<Alloc>, bytes: u64, stream: &MockStream) -> usize {
 #[test]
 fn small_requests_of_a_thread_go_to_its_shard_and_large_ones_do_not() {
     let (judged, stream) = judged(DIVIDED);
-    assert!(segments(&judged, 256 * KIB, &stream) > 1);
-    assert_eq!(segments(&judged, 256 * KIB + 1, &stream), 1);
+    assert!(segments(&judged, 512 * KIB, &stream) > 1);
+    assert_eq!(segments(&judged, 512 * KIB + 1, &stream), 1);
+    ends(judged);
+    let (judged, stream) = self::judged(&format!("{DIVIDED},ours_shard_max_kb:64"));
+    assert!(segments(&judged, 64 * KIB, &stream) > 1);
+    assert_eq!(segments(&judged, 64 * KIB + 1, &stream), 1);
     ends(judged);
 }
 
@@ -192,9 +196,11 @@ fn shards_end_when_settings_say_so() {
     let (judged, stream) = judged(DIVIDED);
     let old: Vec<_> =
         (0..8).map(|_| elsewhere(|| judged.allocate(KIB, &stream).unwrap())).collect();
-    for (shards, divided) in [(1, false), (64, true), (1, false)] {
+    // What is out of range is the nearest that is not.
+    for (shards, divided) in [(1, false), (64, true), (0, false), (u32::MAX, true), (1, false)] {
         let mut settings = judged.subject.settings();
         settings.ours.shards = shards;
+        settings.ours.shard_bytes_max = if divided { u64::MAX } else { 0 };
         judged.subject.set_settings(settings).unwrap();
         judged.subject.check().unwrap();
         assert_eq!(segments(&judged, KIB, &stream) > 1, divided);
