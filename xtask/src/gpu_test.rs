@@ -19,7 +19,8 @@ pub(crate) const NO_GPU: u8 = 77;
 /// Exits with 77 if there is no GPU here, with 1 if a test fails.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Build only: put programs, their data, a `run.sh` for the tests and a `bench.sh` into DIR
+    /// Build only: put programs, their data, a `run.sh` for the tests, `bench.sh` and
+    /// `bench_host.sh` into DIR
     #[arg(long, value_name = "DIR", num_args = 0..=1, default_missing_value = "gpu-bundle")]
     bundle: Option<PathBuf>,
 
@@ -124,6 +125,17 @@ const SCRIPTS: &[&str] = &[
 const TESTS: &[&str] =
     &["alloc-cuda-gpu", "alloc-host-cuda-gpu", "memory-manager-gpu", "torch_check.py"];
 
+/// The tests; they need bash and the usual tools, nothing else.
+const RUN: &str = include_str!("gpu_test/run.sh");
+/// Device memory beside its peers; needs Python, too.
+const BENCH: &str = include_str!("gpu_test/bench.sh");
+/// Pinned memory beside PyTorch's.
+const BENCH_HOST: &str = include_str!("gpu_test/bench_host.sh");
+
+/// Scripts that are made for a bundle, and their templates.
+const TEMPLATES: [(&str, &str); 3] =
+    [("run.sh", RUN), ("bench.sh", BENCH), ("bench_host.sh", BENCH_HOST)];
+
 /// Folders of the repository that programs read at run time.
 const DATA: &[&str] = &["traces", "peers"];
 
@@ -174,9 +186,9 @@ pub(crate) fn bundle(workspace: &Workspace, folder: &Path) -> Result<()> {
     for name in DATA {
         copy_folder(&workspace.root.join(name), &folder.join(name))?;
     }
-    for (name, text) in [("run.sh", run_script()), ("bench.sh", bench_script())] {
+    for (name, template) in TEMPLATES {
         let script = folder.join(name);
-        fs::write(&script, text)?;
+        fs::write(&script, script_of(template))?;
         fs::set_permissions(&script, fs::Permissions::from_mode(0o755))?;
     }
     Ok(())
@@ -255,137 +267,13 @@ impl Message {
     }
 }
 
-/// The script of a bundle. It needs bash and the usual tools, nothing else.
-fn run_script() -> String {
-    include_str!("gpu_test/run.sh")
+/// A script from its template.
+fn script_of(template: &str) -> String {
+    template
+        .replace("@FIND_DRIVER@", include_str!("gpu_test/find_driver.sh").trim_end())
         .replace("@TESTS@", &TESTS.join(" "))
         .replace("@NO_GPU@", &NO_GPU.to_string())
 }
 
-/// The script that measures. It needs bash and Python.
-fn bench_script() -> String {
-    include_str!("gpu_test/bench.sh").replace("@NO_GPU@", &NO_GPU.to_string())
-}
-
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_artifact_of_a_target_is_found_among_the_messages() {
-        let lines = [
-            r#"{"reason":"compiler-artifact","target":{"name":"cudarc"},"filenames":["libx.rlib"],"executable":null}"#,
-            r#"{"reason":"build-script-executed","package_id":"x"}"#,
-            r#"{"reason":"compiler-artifact","target":{"name":"gpu"},"filenames":["t/gpu-1"],"executable":"t/gpu-1"}"#,
-            r#"{"reason":"compiler-artifact","target":{"name":"plugin"},"filenames":["t/l.rlib","t/l.so"],"executable":null}"#,
-            r#"{"reason":"build-finished","success":true}"#,
-        ];
-        let find = |target: &str| {
-            let parse = |line| serde_json::from_str::<Message>(line).expect("valid");
-            lines.into_iter().map(parse).find_map(|message| message.artifact(target))
-        };
-        assert_eq!(find("gpu"), Some("t/gpu-1".into()));
-        assert_eq!(find("plugin"), Some("t/l.so".into()));
-        assert_eq!(find("cudarc"), None);
-    }
-
-    #[test]
-    fn every_test_program_is_in_the_bundle() {
-        for test in TESTS {
-            let is_product = PRODUCTS.iter().any(|product| product.file == *test);
-            let is_script = SCRIPTS.iter().any(|script| script.ends_with(&format!("/{test}")));
-            assert!(is_product || is_script, "{test}");
-        }
-    }
-
-    #[test]
-    fn the_bench_script_finds_its_program_and_passes_the_absence_of_a_gpu_on() {
-        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
-        let folder = tempfile::tempdir().expect("a folder");
-        copy_folder(&root.join("peers"), &folder.path().join("peers")).expect("copies");
-        fs::write(folder.path().join("bench.sh"), bench_script()).expect("writes");
-        // Without the permission, as a copy may be.
-        let program = format!("#!/bin/sh\nexit {NO_GPU}\n");
-        fs::write(folder.path().join("alloc-lab"), program).expect("writes");
-        let mut command = Command::new("bash");
-        let output = command.arg(folder.path().join("bench.sh")).current_dir(&folder).output();
-        let output = output.expect("bash");
-        let error = String::from_utf8_lossy(&output.stderr);
-        let expected = if has_python() { i32::from(NO_GPU) } else { 1 };
-        assert_eq!(output.status.code(), Some(expected), "{error}");
-    }
-
-    fn has_python() -> bool {
-        Command::new("python3").arg("--version").output().is_ok()
-    }
-
-    #[test]
-    fn the_table_has_medians_and_ratios() {
-        let peer =
-            |alloc: &str, rest: &str| format!("{{\"alloc\":\"{alloc}\",\"conf\":\"\",{rest}}}\n");
-        let ours = |rest: &str| {
-            let variant = "\"policy\":\"ours\",\"api\":\"handle\",\"backend\":\"cuda\"";
-            peer("ours", &format!("{rest},{variant}"))
-        };
-        let pair = |ns: f64| format!("\"mode\":\"pingpong\",\"bytes\":1024,\"ns_per_pair\":{ns}");
-        let rate = |rate: f64| {
-            let figures = format!("\"mega_steps_per_s\":{rate},\"reserved_peak\":1");
-            format!("\"mode\":\"threads\",\"threads\":16,{figures}")
-        };
-        let mut lines: String = [40.0, 900.0, 50.0].map(|ns| ours(&pair(ns))).concat();
-        lines += &(peer("torch", &pair(400.0)) + &ours(&rate(100.0)) + &peer("torch", &rate(0.25)));
-        let folder = tempfile::tempdir().expect("a folder");
-        fs::write(folder.path().join("lines"), lines).expect("writes");
-        let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../peers/table.py");
-        if !has_python() {
-            return;
-        }
-        let mut command = Command::new("python3");
-        let output = command.arg(script).arg(folder.path().join("lines")).output();
-        let text = String::from_utf8(output.expect("python3").stdout).expect("UTF-8");
-        for line in [
-            "| pingpong 1024 B, ns a pair | 50.0 | 400 |",
-            "| 16 threads, a stream each, M steps/s | 100 | 0.25 |",
-            "| pingpong 1024 B | 8.00 × |",
-            "| 16 threads, a stream each | 400 × |",
-        ] {
-            assert!(text.contains(line), "{line} in\n{text}");
-        }
-    }
-
-    /// Runs the script in a folder of pretended test programs, the scripts without a GPU, and
-    /// returns its last line and code.
-    fn run_with(program: &str) -> (String, Option<i32>) {
-        let folder = tempfile::tempdir().expect("a folder");
-        fs::write(folder.path().join("run.sh"), run_script()).expect("writes");
-        for test in TESTS {
-            let path = folder.path().join(test);
-            let text = match test.strip_suffix(".py") {
-                Some(_) => format!("raise SystemExit({NO_GPU})\n"),
-                None => format!("#!/bin/sh\n{program}\n"),
-            };
-            fs::write(&path, text).expect("writes");
-            fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).expect("sets");
-        }
-        let mut command = Command::new("bash");
-        let output = command.arg(folder.path().join("run.sh")).output().expect("bash");
-        let text = String::from_utf8_lossy(&output.stdout).into_owned();
-        (text.lines().last().unwrap_or_default().to_owned(), output.status.code())
-    }
-
-    #[test]
-    fn the_script_adds_up_and_tells_failure_from_absence() {
-        let programs = TESTS.iter().filter(|test| !test.ends_with(".py")).count();
-        let total = |failed: usize| {
-            format!("total: {programs} passed, {} failed, {programs} skipped", failed * programs)
-        };
-        let fine = "echo 'test a ... ok (1 ms)'; echo 'test b ... skipped: no peer'";
-        assert_eq!(run_with(fine), (total(0), Some(0)));
-        let failed = format!("{fine}; echo 'test c ... FAILED (2 ms)'; exit 1");
-        assert_eq!(run_with(&failed), (total(1), Some(1)));
-        assert_eq!(run_with(&format!("{fine}; kill -SEGV $$")), (total(1), Some(1)));
-        let (line, code) = run_with(&format!("exit {NO_GPU}"));
-        assert_eq!(line, "no GPU here: nothing was tested");
-        assert_eq!(code, Some(i32::from(NO_GPU)));
-    }
-}
+mod tests;

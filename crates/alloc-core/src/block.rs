@@ -50,6 +50,8 @@ pub(crate) enum BlockState {
     Draining { pending: u32 },
     /// Address space of an expandable segment with no memory behind it.
     Unmapped,
+    /// Freed, and as it was, in the list of its size before `next`.
+    Waiting { next: Option<BlockIdx> },
     /// In the hands of a slow path that is about to call the backend, or has just called it.
     Held,
     /// A place in the slab that holds no block.

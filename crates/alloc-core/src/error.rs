@@ -289,7 +289,7 @@ impl LadderStep {
     }
 }
 
-/// Memory of one heap at the moment of an out-of-memory.
+/// Memory of one pool on one stream at the moment of an out-of-memory.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct HeapReport {
     /// Its pool.
@@ -367,7 +367,7 @@ pub struct OomReport {
     pub address_space: Option<AddressSpaceLack>,
     /// What was tried, in order.
     pub steps: Vec<LadderStep>,
-    /// Every heap of the device that holds memory.
+    /// Every pool and stream of the device that holds memory, by both.
     pub heaps: Vec<HeapReport>,
 }
 

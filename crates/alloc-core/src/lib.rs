@@ -15,6 +15,7 @@ pub mod host;
 #[cfg(not(any(loom, shuttle)))]
 mod lock;
 pub mod ordered;
+mod padded;
 mod pager;
 pub mod share;
 pub mod size_class;

@@ -33,6 +33,19 @@ impl<T> Lock<T> {
         }
     }
 
+    /// [`lock`](Self::lock) that lets `note` know, under the lock, when it had to wait.
+    #[inline]
+    pub(crate) fn lock_noting(&self, note: impl FnOnce(&mut T)) -> Guard<'_, T> {
+        match self.0.try_lock() {
+            Some(guard) => guard,
+            None => {
+                let mut guard = self.wait();
+                note(&mut guard);
+                guard
+            }
+        }
+    }
+
     #[inline]
     pub(crate) fn try_lock(&self) -> Option<Guard<'_, T>> {
         self.0.try_lock()

@@ -161,6 +161,22 @@ pub fn round_request(bytes: u64, divisions: &RoundupDivisions) -> u64 {
     }
 }
 
+/// Up to this many bytes, [`round_to_few`] changes nothing.
+const FINE_BYTES_MAX: u64 = 32 * BLOCK_BYTES_MIN;
+
+/// Policy `ours` has sixteen sizes of the small class to a power of two from 16 KiB on, so that what is
+/// freed is soon asked for again. It costs up to a sixteenth of a class that holds a hundredth of a
+/// program's memory. `rounded` is a multiple of [`BLOCK_BYTES_MIN`].
+#[inline]
+pub(crate) const fn round_to_few(rounded: u64) -> u64 {
+    // One comparison: what is below wraps around.
+    if rounded.wrapping_sub(FINE_BYTES_MAX) > OURS_SMALL_BYTES_MAX - FINE_BYTES_MAX {
+        return rounded;
+    }
+    let step = 1 << ((rounded - 1).ilog2() - 4);
+    rounded.next_multiple_of(step)
+}
+
 /// `bytes` rounded up to one of the `divisions` equal steps of its power-of-two interval.
 fn round_to_division(bytes: u64, divisions: u64) -> u64 {
     if bytes.is_power_of_two() {
@@ -199,6 +215,21 @@ mod tests {
             let rounded = round_request(bytes, &RoundupDivisions::NONE);
             assert!(rounded >= bytes && rounded - bytes < 512 && rounded.is_multiple_of(512));
         }
+    }
+
+    #[test]
+    fn few_sizes_are_a_sixteenth_apart_at_most() {
+        let mut sizes = Vec::new();
+        for rounded in (512..=2 * MIB).step_by(512) {
+            let few = round_to_few(rounded);
+            assert!(few >= rounded && few.is_multiple_of(512) && round_to_few(few) == few);
+            assert!((few - rounded) * 16 < rounded, "{rounded} becomes {few}");
+            assert!(few == rounded || rounded > 16 << 10 && few <= OURS_SMALL_BYTES_MAX);
+            if few <= OURS_SMALL_BYTES_MAX && sizes.last() != Some(&few) {
+                sizes.push(few);
+            }
+        }
+        assert_eq!(sizes.len(), 32 + 4 * 16);
     }
 
     #[test]

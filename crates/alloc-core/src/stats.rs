@@ -204,6 +204,8 @@ pub(crate) struct StatTable {
     is_part: bool,
     /// The highest values of what rose above its ceiling since that was looked at.
     risen: Rows,
+    /// Whether there are any.
+    has_risen: bool,
     oversize_allocations: Stat,
     oversize_segments: Stat,
 }
@@ -222,17 +224,18 @@ impl StatTable {
             SizeClass::Small => (small, large),
             SizeClass::Large => (large, small),
         };
-        // While blocks drain, more are active than are handed out.
-        let mut rises = self.draining > 0;
+        // Negative if a figure is above its peak: one branch for all of them.
+        let mut room = 0;
         for (gauge, amount) in
             [(ALLOCATION, 1), (ALLOCATED_BYTES, bytes), (REQUESTED_BYTES, requested)]
         {
             let tally = &mut mine[gauge];
             tally.current += amount as i64;
             let all = tally.current + others[gauge].current;
-            rises |= (tally.current > tally.peak) | (all > self.peaks[gauge]);
+            room |= (tally.peak - tally.current) | (self.peaks[gauge] - all);
         }
-        if rises {
+        // While blocks drain, more are active than are handed out.
+        if (room < 0) | (self.draining > 0) {
             self.raise_peaks();
         }
     }
@@ -261,6 +264,7 @@ impl StatTable {
         if !self.is_part {
             return self.set_peak(row, current);
         }
+        self.has_risen = true;
         match self.risen.iter_mut().find(|(noted, _)| *noted == row) {
             Some((_, highest)) => *highest = current.max(*highest),
             None => self.risen.push((row, current)),
@@ -296,13 +300,14 @@ impl StatTable {
 
     /// Whether something rose above its ceiling.
     #[inline]
-    pub(crate) fn has_risen(&self) -> bool {
-        !self.risen.is_empty()
+    pub(crate) const fn has_risen(&self) -> bool {
+        self.has_risen
     }
 
     /// What rose above its ceiling, each with how much it has sunk again from its highest value.
     #[cold]
     pub(crate) fn take_risen(&mut self) -> Rows {
+        self.has_risen = false;
         let mut risen = std::mem::take(&mut self.risen);
         risen.iter_mut().for_each(|(row, highest)| *highest -= self.current(*row));
         risen

@@ -23,6 +23,11 @@ const STEPS: usize = 14;
 const MOVING: &str = "expandable_segments:True,ours_margin:0,ours_margin_min_mb:0,\
                       ours_handle_max_mb:6,ours_handle_calm_mb:6,ours_ahead:1,ours_views_max:1";
 
+/// Options under which small requests go to shards besides, after the first collision.
+const DIVIDED: &str = "expandable_segments:True,ours_margin:0,ours_margin_min_mb:0,\
+                       ours_handle_max_mb:6,ours_handle_calm_mb:6,ours_ahead:1,ours_views_max:1,\
+                       ours_shards:2,ours_collisions:1";
+
 type Alloc = CachingAllocator<MockBackend>;
 
 /// An allocator, and a stream of each thread.
@@ -38,6 +43,7 @@ fn mixtures() -> Vec<Config> {
         (Policy::Pytorch, "expandable_segments:True"),
         (Policy::Ours, ""),
         (Policy::Ours, MOVING),
+        (Policy::Ours, DIVIDED),
     ];
     let each = |(policy, text)| {
         [PeakMode::Exact, PeakMode::PerHeap].map(|peaks| {
@@ -137,6 +143,13 @@ fn streams_of_their_own() {
 #[test]
 fn one_stream() {
     play(8 << 30, |stage, _| churn(stage, 0));
+}
+
+/// One stream for all, and too little memory: what one thread frees serves the others, whatever heap
+/// it is in.
+#[test]
+fn one_stream_of_a_device_that_is_too_small() {
+    play(70 * MIB, |stage, _| churn(stage, 0));
 }
 
 /// Threads run out of memory, flush each other's cache and wait for each other's events.

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds benches/peer_host.cpp into $1 (default ./peer_host) on a machine with a C++ compiler, the CUDA
 # toolkit and PyTorch, whose C++ headers are in its wheel. Prints the library path to export.
-set -eu
+set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 out=${1:-./peer_host}
 torch=$(python3 -c 'import torch; print(torch.__path__[0])')
@@ -12,4 +12,4 @@ wheels=$(python3 -c "import glob, nvidia; print(':'.join(glob.glob(list(nvidia._
   -I"$torch/include" -I"$torch/include/torch/csrc/api/include" -I"$cuda/include" \
   -L"$torch/lib" -L"$cuda/lib64" -Wl,--no-as-needed \
   -lc10 -lc10_cuda -ltorch -ltorch_cpu -ltorch_cuda -lcudart -lpthread
-echo "export LD_LIBRARY_PATH=$torch/lib:$wheels:$cuda/lib64"
+echo "export LD_LIBRARY_PATH=$torch/lib:$wheels:$cuda/lib64\${LD_LIBRARY_PATH:+:\$LD_LIBRARY_PATH}"

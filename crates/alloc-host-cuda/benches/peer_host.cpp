@@ -1,4 +1,4 @@
-// PyTorch's pinned allocator on the work of `benches/pinned.rs`: drives it through its C++ interface
+// PyTorch's pinned allocator on the work of `benches/pinned/main.rs`: drives it through its C++ interface
 // and prints one JSON line a measurement. Build: see build_peer_host.sh. Needs a CUDA GPU.
 //
 //   peer_host hit BYTES N                      allocate and free one size          -> ns a pair
@@ -6,7 +6,7 @@
 //   peer_host threads T SLOTS STEPS MAXLOG     T threads, random slots and sizes   -> million steps/s
 //   peer_host pin BYTES                        first request, and plain cudaHostAlloc -> ms
 //   peer_host copy BYTES h2d|d2h               copies one after the other          -> GB/s
-//   peer_host all                              all of the above, as pinned.rs does
+//   peer_host all                              all of the above, as that bench does
 //
 // PYTORCH_CUDA_ALLOC_CONF applies (pinned_use_cuda_host_register, pinned_num_register_threads, ...).
 #include <ATen/Context.h>
@@ -207,7 +207,7 @@ static void copy(size_t bytes, bool to_device) {
 }
 
 static void all() {
-  for (size_t bytes : {4096, 65536, 1 << 20, 16 << 20}) {
+  for (size_t bytes : {4096, 65536, 1 << 20, 16 << 20, 64 << 20}) {
     hit(bytes, 1000000);
     recorded(bytes, 200000);
   }

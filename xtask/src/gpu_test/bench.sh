@@ -3,9 +3,7 @@
 # bench-results, or in the folder that --out names. Exits with @NO_GPU@ if there is no GPU.
 set -u
 here=$(cd "$(dirname "$0")" && pwd) || exit 1
-if [ -d /usr/local/nvidia/lib64 ]; then
-  export LD_LIBRARY_PATH="/usr/local/nvidia/lib64${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
-fi
+@FIND_DRIVER@
 if ! command -v python3 > /dev/null; then
   echo "this needs python3" >&2
   exit 1

@@ -6,9 +6,7 @@ set -u
 logs=${LOG_DIR:-$(mktemp -d)}
 mkdir -p "$logs" && logs=$(cd "$logs" && pwd) || exit 1
 cd "$(dirname "$0")" || exit 1
-if [ -d /usr/local/nvidia/lib64 ]; then
-  export LD_LIBRARY_PATH="/usr/local/nvidia/lib64${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
-fi
+@FIND_DRIVER@
 passed=0 failed=0 skipped=0 absent=0 programs=0
 for program in @TESTS@; do
   programs=$((programs + 1))

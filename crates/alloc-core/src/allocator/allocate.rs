@@ -28,16 +28,16 @@ impl<B: Backend> Shared<B> {
         cell: &HeapCell<B>,
         requested: u64,
     ) -> AllocResult<Allocation, B> {
-        // Of 0 bytes, too large, watched by a trace sink, while a scope chooses pools or events are
-        // pending: all rare.
-        let usual = requested.wrapping_sub(1) < REQUEST_BYTES_MAX - 1
+        // Of 0 bytes, too large, for a shard, watched by a trace sink, while a scope chooses pools or
+        // events are pending: all rare, or worth a call.
+        let usual = cell.shards.leave(requested)
             && !self.tracing.load(Ordering::Relaxed)
             && cell.home.pools.scopes.is_empty()
             && cell.home.events.is_empty();
         if !usual {
             return self.allocate_in_full(cell, requested);
         }
-        let found = cell.edit(None, |body, ledger| body.serve_cached(requested, ledger));
+        let found = cell.hit(None, |body, ledger| body.serve_cached(requested, ledger));
         match found {
             Ok(block) => Ok(self.allocation(cell, requested, block)),
             Err(request) => self.allocate_missed(cell, &request, self.begin()),
@@ -47,6 +47,9 @@ impl<B: Backend> Shared<B> {
     #[cold]
     #[inline(never)]
     fn allocate_in_full(&self, cell: &HeapCell<B>, requested: u64) -> AllocResult<Allocation, B> {
+        if let Some(shard) = self.shard_for(cell, requested) {
+            return self.allocate(shard, requested);
+        }
         if !cell.home.pools.scopes.is_empty()
             && let Some(routed) = self.route(cell)?
         {
@@ -80,7 +83,7 @@ impl<B: Backend> Shared<B> {
             self.free_what_is_done(cell, &mut op.trace)?;
         }
         let found =
-            self.edit(cell, &mut op.trace, |body, ledger| body.serve_cached(requested, ledger));
+            cell.hit(Some(&mut op.trace), |body, ledger| body.serve_cached(requested, ledger));
         match found {
             Ok(block) => Ok(self.allocation(cell, requested, block)),
             Err(request) => self.allocate_missed(cell, &request, op),
@@ -143,7 +146,7 @@ impl<B: Backend> Shared<B> {
     pub(super) fn settle(&self, head: Head<'_, B>, trace: &mut TraceBuffer) {
         let Pending { heap, block, .. } = *head.entry();
         let cell = self.heaps.get(heap).expect("I10: a pending block names a heap");
-        self.edit(cell, trace, |body, ledger| {
+        cell.hit(Some(trace), |body, ledger| {
             let block = body.heap.blocks.resolve(block).expect("I5: a pending block exists");
             body.heap.event_reached(block, ledger)
         });
@@ -164,7 +167,8 @@ impl<B: Backend> HeapBody<B> {
         let class = SizeClass::of(rounded, self.heap.rules.small_bytes_max);
         let expandable = self.heap.rules.expandable;
         let request = Request { requested, rounded, class, expandable };
-        self.serve(&request, ledger).ok_or(request)
+        let block = self.heap.serve_hit(&request, ledger).ok_or(request)?;
+        Ok(self.handed_out(block))
     }
 
     /// Serves a request from the free index.

@@ -3,6 +3,7 @@
 //! The numbers are those of `docs/invariants.md`.
 
 use super::pools::{OwnSource, check_pools, is_same};
+use super::shards::check_shards;
 use super::{CachingAllocator, Device, HeapBody, HeapCell, Paging, Shared};
 use crate::backend::{Backend, SEGMENT_ALIGN};
 use crate::block::{Block, BlockId, BlockState};
@@ -107,6 +108,7 @@ impl<B: Backend> Shared<B> {
             format!("{} blocks in event queues, {draining} draining", pending.len())
         })?;
         check_pools(device)?;
+        check_shards(device)?;
         self.check_sums(id, device, &sums)?;
         self.check_pages(id, device, &None)?;
         for source in device.pools.sources() {
@@ -368,7 +370,7 @@ fn check_tiling(heap: &Heap, id: SegmentId, segment: &SegmentInfo) -> Result<(),
 
 /// I4: a block is in an index iff its state says so.
 fn check_indexes(heap: &Heap) -> Result<(), Violation> {
-    let (mut free, mut holes, mut tiled) = (0, 0, 0);
+    let (mut free, mut holes, mut waiting, mut tiled) = (0, 0, 0, 0);
     for (_, segment) in heap.segments.iter() {
         tiled += blocks_of(heap, segment).count();
     }
@@ -393,6 +395,7 @@ fn check_indexes(heap: &Heap) -> Result<(), Violation> {
                     format!("the hole at {} is not in the index", block.addr)
                 })?;
             }
+            BlockState::Waiting { .. } => waiting += 1,
             _ => {
                 ensure(block.bytes >= block.requested, "I6", || {
                     format!("the block at {} is smaller than its request", block.addr)
@@ -404,6 +407,10 @@ fn check_indexes(heap: &Heap) -> Result<(), Violation> {
     let indexed_holes: usize = heap.classes.iter().map(|class| class.unmapped.len()).sum();
     ensure(indexed == free && indexed_holes == holes, "I4", || {
         format!("{indexed} blocks and {indexed_holes} holes indexed, {free} and {holes} exist")
+    })?;
+    let listed = heap.listed();
+    ensure(listed == Some(waiting), "I4", || {
+        format!("{waiting} blocks wait, the lists of sizes have {listed:?}")
     })
 }
 

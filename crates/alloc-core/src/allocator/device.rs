@@ -3,17 +3,20 @@
 use super::paging;
 use super::peaks::Peaks;
 use super::pools::{OwnSource, Pool, Pools, Token};
+use super::shards::{Collisions, Shards};
 use crate::backend::{Backend, CaptureId};
 use crate::block::BlockIdx;
 use crate::config::{Config, PeakMode, Policy};
 use crate::events::EventQueue;
 use crate::heap::{Heap, Ledger, SegmentId};
+use crate::padded::Padded;
 use crate::stats::{Counters, Row, StatTable};
-use crate::sync::{Mutex, ReentrantMutex, ReentrantMutexGuard, RwLock, ShortLock};
+use crate::sync::{Mutex, ReentrantMutex, ReentrantMutexGuard, RwLock, ShortGuard, ShortLock};
 use crate::trace::TraceBuffer;
 use crate::units::{DeviceId, PoolId, StreamId};
 use smallvec::SmallVec;
 use std::collections::{BTreeMap, HashMap};
+use std::ops::RangeInclusive;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -27,9 +30,14 @@ pub(crate) struct HeapCell<B: Backend> {
     pub(super) home: Arc<Device<B>>,
     /// Whether it belongs to a private pool. When that ends, the heap waits for another one.
     pub(super) private: bool,
+    /// Its place among the heaps of its pool and stream; 0 is the one that requests come to.
+    pub(super) shard: u32,
+    pub(super) shards: Shards<B>,
     pub(super) stream: B::Stream,
     pub(super) stream_id: StreamId,
-    pub(super) state: ShortLock<HeapState<B>>,
+    /// Taken by itself to read or to hit; [`lock`](HeapCell::lock) shows all free memory. Apart from what
+    /// is only read, which requests on their way to a shard do at any time.
+    pub(super) state: Padded<ShortLock<HeapState<B>>>,
     /// An event on the stream, and the heap's clock when it was recorded: once it is reached, what
     /// was freed before is nobody's any more.
     pub(super) mark: Mutex<Option<(u32, B::Event)>>,
@@ -41,6 +49,7 @@ pub(crate) struct HeapCell<B: Backend> {
 pub(super) struct HeapState<B: Backend> {
     pub(super) body: HeapBody<B>,
     pub(super) stats: StatTable,
+    pub(super) collisions: Collisions,
 }
 
 /// The bookkeeping of a heap together with the backend values that belong to it.
@@ -94,15 +103,41 @@ pub(super) struct Device<B: Backend> {
 }
 
 impl<B: Backend> HeapCell<B> {
+    /// Takes the lock to look at free memory: all of it is in the free index.
+    pub(super) fn lock(&self) -> ShortGuard<'_, HeapState<B>> {
+        let mut state = self.state.lock();
+        state.body.heap.settle();
+        state
+    }
+
     /// See [`Shared::edit`](super::Shared::edit).
-    #[inline]
     pub(super) fn edit<R>(
+        &self,
+        trace: &mut TraceBuffer,
+        change: impl FnOnce(&mut HeapBody<B>, &mut Ledger<'_>) -> R,
+    ) -> R {
+        self.change(self.lock(), Some(trace), change)
+    }
+
+    /// [`edit`](Self::edit) by a hit, which leaves blocks that wait to be asked for again alone.
+    #[inline]
+    pub(super) fn hit<R>(
         &self,
         trace: Option<&mut TraceBuffer>,
         change: impl FnOnce(&mut HeapBody<B>, &mut Ledger<'_>) -> R,
     ) -> R {
-        let mut state = self.state.lock();
-        let HeapState { body, stats } = &mut *state;
+        let state = self.state.lock_noting(|state| self.note_collision(state));
+        self.change(state, trace, change)
+    }
+
+    #[inline]
+    fn change<R>(
+        &self,
+        mut state: ShortGuard<'_, HeapState<B>>,
+        trace: Option<&mut TraceBuffer>,
+        change: impl FnOnce(&mut HeapBody<B>, &mut Ledger<'_>) -> R,
+    ) -> R {
+        let HeapState { body, stats, .. } = &mut *state;
         let result = change(body, &mut Ledger { stats, trace });
         if stats.has_risen() {
             let risen = stats.take_risen();
@@ -125,8 +160,8 @@ impl<B: Backend> HeapCell<B> {
 
 /// The heaps of one device.
 pub(super) struct Heaps<B: Backend> {
-    /// In the order in which flushes walk them: the default pool first, streams by id.
-    pub(super) by_owner: BTreeMap<(PoolId, StreamId), Arc<HeapCell<B>>>,
+    /// In the order in which flushes walk them: the default pool first, streams by id, then shards.
+    pub(super) by_owner: BTreeMap<(PoolId, StreamId, u32), Arc<HeapCell<B>>>,
     /// Heaps whose private pools have ended, by stream. They are empty, but their statistics count.
     pub(super) vacant: BTreeMap<StreamId, Vec<Arc<HeapCell<B>>>>,
 }
@@ -138,7 +173,16 @@ impl<B: Backend> Heaps<B> {
 
     /// The heaps of one pool, by stream id.
     pub(super) fn of_pool(&self, pool: PoolId) -> impl Iterator<Item = &Arc<HeapCell<B>>> {
-        let range = (pool, StreamId::new(0))..=(pool, StreamId::new(u64::MAX));
+        self.within(pool, StreamId::new(0)..=StreamId::new(u64::MAX))
+    }
+
+    /// The heaps of one pool on some streams.
+    pub(super) fn within(
+        &self,
+        pool: PoolId,
+        streams: RangeInclusive<StreamId>,
+    ) -> impl Iterator<Item = &Arc<HeapCell<B>>> {
+        let range = (pool, *streams.start(), 0)..=(pool, *streams.end(), u32::MAX);
         self.by_owner.range(range).map(|(_, cell)| cell)
     }
 
@@ -151,7 +195,7 @@ impl<B: Backend> Heaps<B> {
     pub(super) fn vacate(&mut self, pool: PoolId) {
         let streams: Vec<_> = self.of_pool(pool).map(|cell| cell.stream_id).collect();
         for stream in streams {
-            if let Some(cell) = self.by_owner.remove(&(pool, stream)) {
+            if let Some(cell) = self.by_owner.remove(&(pool, stream, 0)) {
                 cell.state.lock().body.source = None;
                 self.vacant.entry(stream).or_default().push(cell);
             }

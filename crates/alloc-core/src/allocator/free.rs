@@ -176,7 +176,7 @@ impl<B: Backend> HeapCell<B> {
         trace: Option<&mut TraceBuffer>,
         find: impl FnOnce(&mut HeapBody<B>) -> Option<BlockIdx>,
     ) -> bool {
-        self.edit(trace, |body, ledger| {
+        self.hit(trace, |body, ledger| {
             let block = find(body).filter(|block| !body.heap.blocks[*block].used);
             if let Some(block) = block {
                 body.heap.free(block, ledger);

@@ -70,7 +70,7 @@ impl<B: Backend> Shared<B> {
 
     /// What a miss takes from the driver for this request.
     pub(super) fn segment_bytes(&self, cell: &HeapCell<B>, request: &Request) -> u64 {
-        cell.state.lock().body.heap.rules.segment_bytes(request.rounded)
+        cell.lock().body.heap.rules.segment_bytes(request.rounded)
     }
 
     fn grow_whole(
@@ -179,7 +179,7 @@ impl<B: Backend> Shared<B> {
         request: &Request,
     ) -> AllocResult<Grown<BlockIdx>, B> {
         let found = {
-            let mut state = cell.state.lock();
+            let mut state = cell.lock();
             let heap = &mut state.body.heap;
             let found = heap.find_growable(request.class, request.rounded);
             if let Some(id) = found.filter(|id| heap.blocks[*id].state == BlockState::Free) {
@@ -211,7 +211,7 @@ impl<B: Backend> Shared<B> {
                 return Err(AllocError::BadSegment { base, bytes, why });
             }
         };
-        let mut state = cell.state.lock();
+        let mut state = cell.lock();
         let heap = &mut state.body.heap;
         let id = heap.segments.next_id();
         Ok(Ok(heap.adopt_reservation(id, base, bytes, request.class, page_bytes)))
@@ -237,7 +237,7 @@ impl<B: Backend> Shared<B> {
         trace: &mut TraceBuffer,
     ) -> AllocResult<Filled, B> {
         let mut held = {
-            let heap = &cell.state.lock().body.heap;
+            let heap = &cell.lock().body.heap;
             (heap.blocks[start].state == BlockState::Held).then_some(start)
         };
         loop {
@@ -264,7 +264,7 @@ impl<B: Backend> Shared<B> {
                 continue;
             }
             if let Some(held) = held {
-                cell.state.lock().body.heap.abandon_growth(held);
+                cell.lock().body.heap.abandon_growth(held);
             }
             mapped?;
             return Ok(if plan.is_some() { Filled::OutOfMemory } else { Filled::Interrupted });
@@ -278,7 +278,7 @@ impl<B: Backend> Shared<B> {
         start: BlockIdx,
         held: Option<BlockIdx>,
     ) -> NextRun {
-        let state = cell.state.lock();
+        let state = cell.lock();
         let heap = &state.body.heap;
         let have = held.map_or(0, |id| heap.blocks[id].bytes);
         if let Some(id) = held.filter(|_| have >= request.rounded) {
@@ -300,7 +300,7 @@ impl<B: Backend> Shared<B> {
         cell: &HeapCell<B>,
         run: &PageRun,
     ) -> AllocResult<Option<()>, B> {
-        let base = cell.state.lock().body.heap.segments[run.segment].base;
+        let base = cell.lock().body.heap.segments[run.segment].base;
         unless_pager_out_of_memory(pager.map(base, run.addr, run.bytes, run.page_bytes))
     }
 

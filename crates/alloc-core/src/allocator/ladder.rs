@@ -30,7 +30,10 @@ impl<B: Backend> Shared<B> {
         let mut steps = Vec::new();
         if self.run_callbacks(cell.device) {
             steps.push(LadderStep::Callbacks);
-            if let Some(block) = self.search(cell, request, &mut op.trace) {
+            let found = self.search(cell, request, &mut op.trace);
+            if let Some(block) =
+                found.or_else(|| self.search_siblings(cell, request, &mut op.trace))
+            {
                 return Ok(block);
             }
         }
@@ -71,7 +74,7 @@ impl<B: Backend> Shared<B> {
         if let Ok(block) = self.grow(cell, request, false, trace)? {
             return Ok(Ok(block));
         }
-        if let Some(block) = self.lent_by_pools(cell, request, steps, trace) {
+        if let Some(block) = self.served_by_others(cell, request, steps, trace) {
             return Ok(Ok(block));
         }
         if self.release_oversize(cell, request, trace)? {
@@ -93,7 +96,7 @@ impl<B: Backend> Shared<B> {
             if let Ok(block) = self.grow(cell, request, true, trace)? {
                 return Ok(Ok(block));
             }
-            if let Some(block) = self.lent_by_pools(cell, request, steps, trace) {
+            if let Some(block) = self.served_by_others(cell, request, steps, trace) {
                 return Ok(Ok(block));
             }
         }
@@ -123,7 +126,7 @@ impl<B: Backend> Shared<B> {
             Ok(block) => return Ok(Ok(block)),
             Err(shortage) => shortage,
         };
-        if let Some(block) = self.lent_by_pools(cell, request, steps, trace) {
+        if let Some(block) = self.served_by_others(cell, request, steps, trace) {
             return Ok(Ok(block));
         }
         if !self.may_process_events(self.capture_status(&cell.stream)?) {
@@ -148,7 +151,8 @@ impl<B: Backend> Shared<B> {
         // Queues whose head is in this thread's own hand, further up the stack.
         let mut held = SmallVec::<[StreamId; 2]>::new();
         loop {
-            if let Some(block) = self.search(cell, request, trace) {
+            let found = self.search(cell, request, trace);
+            if let Some(block) = found.or_else(|| self.search_siblings(cell, request, trace)) {
                 return Ok(Some(block));
             }
             let Some(stream) = device.events.oldest(&held) else { return Ok(None) };
@@ -157,6 +161,18 @@ impl<B: Backend> Shared<B> {
                 None => held.push(stream),
             }
         }
+    }
+
+    /// Serves the request from the free blocks of other heaps whose memory the stream may use.
+    fn served_by_others(
+        &self,
+        cell: &HeapCell<B>,
+        request: &Request,
+        steps: &mut Vec<LadderStep>,
+        trace: &mut TraceBuffer,
+    ) -> Option<HandedOut> {
+        let found = self.search_siblings(cell, request, trace);
+        found.or_else(|| self.lent_by_pools(cell, request, steps, trace))
     }
 
     /// Serves the request from the heap's free blocks, if one fits.

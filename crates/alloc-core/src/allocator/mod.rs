@@ -20,8 +20,10 @@ mod paging;
 mod peaks;
 mod pools;
 mod reclaim;
+mod shards;
 mod share;
 mod snapshot;
+mod thread;
 
 pub use allocation::Allocation;
 pub use captures::{CaptureError, GraphMemory, GraphState};
@@ -41,6 +43,7 @@ use crate::directory::Directory;
 use crate::error::{AllocError, OomReport};
 use crate::handles::HandleStore;
 use crate::heap::{Heap, Ledger, SegmentId};
+use crate::padded::Padded;
 use crate::pager::Pager;
 use crate::stats::StatTable;
 use crate::stream_index::StreamIndex;
@@ -51,6 +54,7 @@ use crate::units::{Addr, DeviceId, PoolId};
 use captures::Captures;
 use device::{Device, HeapBody, HeapCell, HeapState, Heaps, Use};
 use pools::{OwnSource, Pool, Source};
+use shards::{Collisions, Shards};
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -165,8 +169,13 @@ impl<B: Backend> Shared<B> {
     /// The heap of a pool on a stream of its device, made on first use. The pool must not end
     /// meanwhile.
     fn heap_in(&self, pool: &Arc<Pool>, stream: &B::Stream) -> Arc<HeapCell<B>> {
+        self.heap_at(pool, stream, 0)
+    }
+
+    /// The heap of a pool on a stream that has the place `shard` among those, made on first use.
+    fn heap_at(&self, pool: &Arc<Pool>, stream: &B::Stream, shard: u32) -> Arc<HeapCell<B>> {
         let device = &self.devices[stream.device().index()];
-        let key = (pool.id(), stream.id());
+        let key = (pool.id(), stream.id(), shard);
         if let Some(cell) = device.heaps.read().by_owner.get(&key) {
             return Arc::clone(cell);
         }
@@ -183,7 +192,7 @@ impl<B: Backend> Shared<B> {
                     cell
                 }
                 None => {
-                    let make = |index| Arc::new(self.new_heap(index, stream, pool, source));
+                    let make = |index| Arc::new(self.new_heap(index, stream, shard, pool, source));
                     Arc::clone(self.heaps.push(make))
                 }
             }
@@ -195,6 +204,7 @@ impl<B: Backend> Shared<B> {
         &self,
         index: u32,
         stream: &B::Stream,
+        shard: u32,
         pool: &Arc<Pool>,
         source: OwnSource<B>,
     ) -> HeapCell<B> {
@@ -205,16 +215,24 @@ impl<B: Backend> Shared<B> {
             None => StatTable::default(),
         };
         let rules = self.rules_for(device, &source, &self.settings.lock());
+        let private = pool.id() != PoolId::DEFAULT;
+        let shards = Shards::new();
+        let rules = if shard > 0 { rules.of_shard() } else { rules };
+        if !private && shard == 0 {
+            shards.renew(&rules);
+        }
         HeapCell {
             index,
             device,
-            private: pool.id() != PoolId::DEFAULT,
+            private,
+            shard,
+            shards,
             stream: stream.clone(),
             stream_id: stream.id(),
             home,
             mark: Mutex::new(None),
             view_mark: Mutex::new(None),
-            state: ShortLock::new(HeapState {
+            state: Padded(ShortLock::new(HeapState {
                 body: HeapBody {
                     index,
                     heap: Heap::new(device, stream.id(), Arc::clone(&pool.shared), rules),
@@ -225,14 +243,15 @@ impl<B: Backend> Shared<B> {
                     shares: HashMap::new(),
                 },
                 stats,
-            }),
+                collisions: Collisions::default(),
+            })),
         }
     }
 
     /// Gives an empty heap whose pool has ended to another pool.
     fn move_in(&self, cell: &HeapCell<B>, pool: &Arc<Pool>, source: OwnSource<B>) {
         let rules = self.rules_for(cell.device, &source, &self.settings.lock());
-        let mut state = cell.state.lock();
+        let mut state = cell.lock();
         state.body.pool = Arc::clone(pool);
         state.body.source = source;
         state.body.heap.pool = Arc::clone(&pool.shared);
@@ -260,7 +279,7 @@ impl<B: Backend> Shared<B> {
         let settings = self.settings.lock().clone();
         for cell in self.heaps.iter() {
             let rules = self.rules_for(cell.device, &cell.owner().1, &settings);
-            cell.state.lock().body.heap.rules = rules;
+            cell.renew(rules);
         }
     }
 
@@ -271,7 +290,7 @@ impl<B: Backend> Shared<B> {
         trace: &mut TraceBuffer,
         change: impl FnOnce(&mut HeapBody<B>, &mut Ledger<'_>) -> R,
     ) -> R {
-        cell.edit(Some(trace), change)
+        cell.edit(trace, change)
     }
 
     /// The heap and block id of the block handed out at exactly `addr`.

@@ -39,7 +39,7 @@ impl<B: Backend> Shared<B> {
                 Shortage::Addresses(lack) => Some(lack),
             },
             steps,
-            heaps: device.heaps().iter().filter_map(|cell| report_of(cell)).collect(),
+            heaps: reports(device.heaps().iter().filter_map(|cell| report_of(cell))),
         };
         op.trace.push(|| TraceEntry {
             action: TraceAction::Oom,
@@ -58,8 +58,26 @@ impl<B: Backend> Shared<B> {
     }
 }
 
+/// One report for all heaps of a pool and stream. They come one after the other.
+fn reports(heaps: impl Iterator<Item = HeapReport>) -> Vec<HeapReport> {
+    let mut reports: Vec<HeapReport> = Vec::new();
+    for heap in heaps {
+        match reports.last_mut() {
+            Some(last) if (last.pool, last.stream) == (heap.pool, heap.stream) => {
+                last.reserved += heap.reserved;
+                last.allocated += heap.allocated;
+                last.pending += heap.pending;
+                last.cached += heap.cached;
+                last.largest_free = last.largest_free.max(heap.largest_free);
+            }
+            _ => reports.push(heap),
+        }
+    }
+    reports
+}
+
 fn report_of<B: Backend>(cell: &HeapCell<B>) -> Option<HeapReport> {
-    let state = cell.state.lock();
+    let state = cell.lock();
     let heap = &state.body.heap;
     if heap.segments.is_empty() {
         return None;
@@ -77,7 +95,7 @@ fn report_of<B: Backend>(cell: &HeapCell<B>) -> Option<HeapReport> {
         match block.state {
             BlockState::Live | BlockState::Held => report.allocated += block.bytes,
             BlockState::Draining { .. } => report.pending += block.bytes,
-            BlockState::Free => {
+            BlockState::Free | BlockState::Waiting { .. } => {
                 report.cached += block.bytes;
                 report.largest_free = report.largest_free.max(block.bytes);
             }

@@ -141,7 +141,7 @@ impl<B: Backend> Shared<B> {
     fn free_blocks(&self, device: DeviceId, pool: PoolId, class: SizeClass) -> Vec<Candidate<B>> {
         let mut found = Vec::new();
         for cell in self.devices[device.index()].heaps_of(pool) {
-            let state = cell.state.lock();
+            let state = cell.lock();
             let heap = &state.body.heap;
             let searches = heap.pool.searches(class);
             for (_, index) in heap.classes[class.index()].free.iter() {
@@ -174,7 +174,7 @@ impl<B: Backend> Shared<B> {
                 Ok(bytes)
             }
             Err(Refused { value, error }) => {
-                let mut state = cell.state.lock();
+                let mut state = cell.lock();
                 let segment = state.body.heap.blocks[block.index].segment;
                 let owner = Owner { heap: cell.index, segment };
                 self.directory.register(base, bytes, owner);
@@ -188,7 +188,7 @@ impl<B: Backend> Shared<B> {
     /// Takes a cached segment out of its heap. From here on nobody finds its address, so the backend
     /// may hand it out again the moment it has it back.
     fn take_segment(&self, block: &Candidate<B>) -> Option<Token<B>> {
-        let mut state = block.cell.state.lock();
+        let mut state = block.cell.lock();
         let body = &mut state.body;
         let current = unchanged(&body.heap, block).filter(|current| !current.is_split())?;
         let segment = current.segment;
@@ -211,7 +211,7 @@ impl<B: Backend> Shared<B> {
         let quiet = self.synchronize(&cell.stream);
         if !matches!(quiet, Ok(true)) {
             self.directory_register(cell, &run, run.bytes);
-            cell.state.lock().body.heap.restore_free(block.index);
+            cell.lock().body.heap.restore_free(block.index);
             return quiet.map(drop);
         }
         let unmapped = pager.unmap(base, run.addr, run.bytes);
@@ -224,7 +224,7 @@ impl<B: Backend> Shared<B> {
             self.directory_register(cell, &rest, rest.bytes);
         }
         if unmapped.bytes == 0 {
-            cell.state.lock().body.heap.restore_free(block.index);
+            cell.lock().body.heap.restore_free(block.index);
         } else {
             self.book_unmapped(paging, block, PageRun { bytes: unmapped.bytes, ..run }, trace)?;
         }
@@ -245,7 +245,7 @@ impl<B: Backend> Shared<B> {
         pager: &dyn Pager<B::Error>,
         block: &Candidate<B>,
     ) -> Option<(PageRun, Addr)> {
-        let mut state = block.cell.state.lock();
+        let mut state = block.cell.lock();
         let heap = &mut state.body.heap;
         unchanged(heap, block)?;
         let run = heap.plan_unmap(block.index)?;
@@ -277,12 +277,12 @@ impl<B: Backend> Shared<B> {
         }
         // Nothing is left of the segment but address space. Holes change under the growth lock only,
         // so it is still one hole when the address space is gone.
-        let base = cell.state.lock().body.heap.segments[run.segment].base;
+        let base = cell.lock().body.heap.segments[run.segment].base;
         paging
             .pager()
             .unreserve(base)
             .map_err(|error| AllocError::Backend { op: error.op, source: error.source })?;
-        cell.state.lock().body.heap.forget_reservation(hole);
+        cell.lock().body.heap.forget_reservation(hole);
         Ok(())
     }
 
@@ -293,7 +293,7 @@ impl<B: Backend> Shared<B> {
         let Some(paging) = self.paging_of(&source) else { return Ok(()) };
         let device = &self.devices[cell.device.index()];
         let empty = || {
-            let state = cell.state.lock();
+            let state = cell.lock();
             let heap = &state.body.heap;
             let hole = |head: BlockIdx| {
                 let block = &heap.blocks[head];
@@ -315,7 +315,7 @@ impl<B: Backend> Shared<B> {
                 .pager()
                 .unreserve(base)
                 .map_err(|error| AllocError::Backend { op: error.op, source: error.source })?;
-            cell.state.lock().body.heap.forget_reservation(hole);
+            cell.lock().body.heap.forget_reservation(hole);
         }
         Ok(())
     }
@@ -336,7 +336,7 @@ impl<B: Backend> Shared<B> {
         request: &Request,
         trace: &mut TraceBuffer,
     ) -> AllocResult<bool, B> {
-        let Some(max_split) = cell.state.lock().body.heap.rules.max_split_bytes else {
+        let Some(max_split) = cell.lock().body.heap.rules.max_split_bytes else {
             return Ok(false);
         };
         let pool = cell.pool();
@@ -454,7 +454,7 @@ impl<B: Backend> Drop for Shared<B> {
 impl<B: Backend> Shared<B> {
     fn release_tokens(&self) {
         for cell in self.heaps.iter() {
-            let tokens = std::mem::take(&mut cell.state.lock().body.tokens);
+            let tokens = std::mem::take(&mut cell.lock().body.tokens);
             let mut tokens: Vec<_> = tokens.into_values().collect();
             tokens.sort_by_key(Token::base);
             for token in tokens {
@@ -477,7 +477,7 @@ impl<B: Backend> Shared<B> {
         }
         for cell in self.heaps.iter() {
             note(self.synchronize(&cell.stream));
-            let uses = std::mem::take(&mut cell.state.lock().body.uses);
+            let uses = std::mem::take(&mut cell.lock().body.uses);
             let uses = uses.into_values().flatten();
             let mut used: Vec<_> = uses.map(|used| used.stream).collect();
             used.sort_by_key(Stream::id);

@@ -140,11 +140,23 @@ fn segments_of<B: Backend>(cell: &HeapCell<B>) -> Vec<SegmentSnapshot> {
             }
             if let Some(range) = ranges.last_mut() {
                 range.bytes += picture.bytes;
-                range.blocks.push(picture);
+                add_block(&mut range.blocks, picture);
             }
         }
     }
     ranges
+}
+
+/// A freed block that waits to be asked for again shows as part of the free memory around it.
+fn add_block(blocks: &mut Vec<BlockSnapshot>, picture: BlockSnapshot) {
+    match blocks.last_mut() {
+        Some(last)
+            if (last.status, picture.status) == (BlockStatus::Inactive, BlockStatus::Inactive) =>
+        {
+            last.bytes += picture.bytes;
+        }
+        _ => blocks.push(picture),
+    }
 }
 
 fn range_snapshot(
@@ -169,7 +181,7 @@ fn block_snapshot(block: &Block) -> Option<BlockSnapshot> {
     let (status, requested) = match block.state {
         BlockState::Live | BlockState::Held => (BlockStatus::Allocated, block.requested),
         BlockState::Draining { .. } => (BlockStatus::PendingFree, block.requested),
-        BlockState::Free => (BlockStatus::Inactive, 0),
+        BlockState::Free | BlockState::Waiting { .. } => (BlockStatus::Inactive, 0),
         BlockState::Unmapped | BlockState::Vacant => return None,
     };
     Some(BlockSnapshot { addr: block.addr, bytes: block.bytes, requested, status })

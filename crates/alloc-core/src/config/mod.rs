@@ -4,11 +4,12 @@ mod ours;
 mod parse;
 
 pub use ours::OursSettings;
+pub(crate) use ours::{FREES_WATCHED, SHARD_BYTES_MAX, SHARDS_MAX};
 pub use parse::ConfError;
 
 use crate::size_class::{
     BLOCK_BYTES_MIN, LARGE_SEGMENT_BYTES, OURS_SMALL_BYTES_MAX, RoundupDivisions, SMALL_BYTES_MAX,
-    round_request, segment_bytes,
+    round_request, round_to_few, segment_bytes,
 };
 use std::collections::BTreeMap;
 
@@ -53,8 +54,8 @@ pub enum PeakMode {
     /// for them: that is every one that sets a new peak, and few others.
     Exact,
     /// Each heap keeps its own peaks and readers add them up: nothing is shared between streams, and
-    /// the figure is at least the true peak and at most the sum of what each stream ever held. With
-    /// one stream it is exact, and that of all reserved bytes always is.
+    /// the figure is at least the true peak and at most the sum of what each heap ever held. With one
+    /// stream whose threads do not collide it is exact, and that of all reserved bytes always is.
     PerHeap,
 }
 
@@ -283,8 +284,17 @@ pub(crate) struct Rules {
     pub(crate) expandable: bool,
     /// Whether the smallest block that suffices is the one to take, whatever lies behind it.
     pub(crate) plain_fit: bool,
+    /// How many freed blocks may wait to be asked for again. 0 where a rule forbids some requests some
+    /// blocks.
+    pub(crate) waiting_max: u32,
     /// Largest rounded request of the small class.
     pub(crate) small_bytes_max: u64,
+    /// Heaps that serve smaller requests where threads collide; 1 is none.
+    pub(crate) shards: u32,
+    /// Their largest request.
+    pub(crate) shard_bytes_max: u64,
+    /// Collisions after which there are such.
+    pub(crate) collisions: u32,
 }
 
 impl Rules {
@@ -296,6 +306,9 @@ impl Rules {
     ) -> Self {
         let large_segment_bytes = settings.large_segment_bytes;
         let rounding = settings.max_non_split_rounding_bytes.unwrap_or(large_segment_bytes);
+        let counts_searches =
+            settings.gc_threshold.is_some() && (limited || policy == Policy::Ours);
+        let plain_fit = policy == Policy::Ours && expandable;
         Rules {
             roundup: settings.roundup.honouring_one(policy == Policy::Ours),
             plain_rounding: settings.roundup.is_plain(),
@@ -303,21 +316,39 @@ impl Rules {
             max_split_bytes: settings.max_split_bytes,
             max_non_split_rounding_bytes: rounding,
             oversize_covers_expandable: policy == Policy::Pytorch,
-            counts_searches: settings.gc_threshold.is_some() && (limited || policy == Policy::Ours),
+            counts_searches,
             expandable,
-            plain_fit: policy == Policy::Ours && expandable,
+            plain_fit,
+            waiting_max: if plain_fit && settings.max_split_bytes.is_none() && !counts_searches {
+                settings.ours.waiting_max
+            } else {
+                0
+            },
             small_bytes_max: if expandable && policy == Policy::Ours {
                 OURS_SMALL_BYTES_MAX
             } else {
                 SMALL_BYTES_MAX
             },
+            shards: if expandable && policy == Policy::Ours {
+                settings.ours.shards.clamp(1, SHARDS_MAX)
+            } else {
+                1
+            },
+            shard_bytes_max: settings.ours.shard_bytes_max.clamp(1, SHARD_BYTES_MAX),
+            collisions: settings.ours.collisions,
         }
+    }
+
+    /// The rules of a shard, whose small class is as large as what it is for.
+    pub(crate) const fn of_shard(self) -> Self {
+        Rules { small_bytes_max: self.shard_bytes_max, ..self }
     }
 
     #[inline]
     pub(crate) fn round(&self, requested: u64) -> u64 {
         if self.plain_rounding {
-            return requested.next_multiple_of(BLOCK_BYTES_MIN);
+            let rounded = requested.next_multiple_of(BLOCK_BYTES_MIN);
+            return if self.waiting_max > 0 { round_to_few(rounded) } else { rounded };
         }
         round_request(requested, &self.roundup)
     }

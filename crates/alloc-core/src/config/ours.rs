@@ -1,6 +1,13 @@
 //! Settings that only policy `ours` has.
 
-/// How policy `ours` grows expandable segments; keys of the settings string begin with `ours_`.
+/// The largest request that can be for a shard, in bytes.
+pub(crate) const SHARD_BYTES_MAX: u64 = 2 << 20;
+/// Most shards of one heap.
+pub(crate) const SHARDS_MAX: u32 = 64;
+/// Collisions are counted within so many frees of a heap.
+pub(crate) const FREES_WATCHED: u32 = 4096;
+
+/// How policy `ours` grows expandable segments and what it does about threads that collide; keys of the settings string begin with `ours_`.
 ///
 /// The default spends driver calls to reserve little more than is needed; [`speed`](Self::speed) is
 /// for programs that are short of time instead. `ours_goal:memory` and `ours_goal:speed` choose between
@@ -34,12 +41,26 @@ pub struct OursSettings {
     /// `ours_views_max`: places where one handle may be mapped at once; above, old ones are unmapped
     /// when they are known to be unused, and no part of the handle moves.
     pub views_max: u32,
+    /// `ours_waiting_max`: freed blocks that a stream keeps as they are for requests of the same size,
+    /// until memory is short. The requests of up to 256 KiB that this serves best are rounded to
+    /// sixteen sizes a power of two. 0: blocks merge with free neighbours at once, and every request is
+    /// rounded to 512 bytes.
+    pub waiting_max: u32,
     /// `ours_stall_share`, from 0 to 1 without 1: the share of time that moving memory may take, where
     /// the allocator has a clock.
     pub stall_share: f64,
     /// `ours_hurry_max`, from 0 to 1 without 1: where that does not suffice, up to this fraction more
     /// is reserved than was ever needed.
     pub hurry_max: f64,
+    /// `ours_shards`, from 1 to 64: heaps that serve the smaller requests of a stream of the default pool
+    /// once its threads collide, each thread keeping to one of them. 1 is none.
+    pub shards: u32,
+    /// `ours_shard_max_kb`, in bytes: the largest request for them. Larger means fewer collisions and
+    /// more memory.
+    pub shard_bytes_max: u64,
+    /// `ours_collisions`: so many times within 4,096 frees a thread has to find the heap in use for that;
+    /// 0 is from the start.
+    pub collisions: u32,
 }
 
 impl OursSettings {
@@ -72,8 +93,12 @@ impl Default for OursSettings {
             handle_bytes_calm: 64 << 20,
             part_bytes_min: 1 << 20,
             views_max: 8,
+            waiting_max: 512,
             stall_share: 0.01,
             hurry_max: 0.5,
+            shards: 16,
+            shard_bytes_max: 512 << 10,
+            collisions: 64,
         }
     }
 }

@@ -3,9 +3,12 @@
 //! Stricter than upstream in one respect: a wrong separator, a missing bracket or a bad value is an
 //! error, never skipped, and a failed string changes nothing.
 
-use super::{BackendChoice, OursSettings, ReserveSize, Settings};
+use super::{
+    BackendChoice, FREES_WATCHED, OursSettings, ReserveSize, SHARD_BYTES_MAX, SHARDS_MAX, Settings,
+};
 use crate::size_class::{ListKey, RoundupDivisions};
 use std::fmt;
+use std::ops::RangeInclusive;
 
 const MIB: u64 = 1 << 20;
 
@@ -174,13 +177,20 @@ fn set_ours(ours: &mut OursSettings, entry: &Entry<'_>) -> Result<(), ConfError>
         "ours_handle_max_mb" => ours.handle_bytes_max = bounded_mib(entry, 2)?,
         "ours_step" => ours.step = fraction(entry)?,
         "ours_handle_calm_mb" => ours.handle_bytes_calm = bounded_mib(entry, 2)?,
-        "ours_part_min_kb" => ours.part_bytes_min = up_to(entry, 1 << 30)? as u64 * 1024,
-        "ours_handle_share" => ours.handle_share = up_to(entry, 1024)?,
-        "ours_handle_parts" => ours.handle_parts = up_to(entry, 1024)?,
-        "ours_ahead" => ours.ahead = up_to(entry, 1024)?,
+        "ours_part_min_kb" => ours.part_bytes_min = between(entry, 1..=1 << 30)? as u64 * 1024,
+        "ours_handle_share" => ours.handle_share = between(entry, 1..=1024)?,
+        "ours_handle_parts" => ours.handle_parts = between(entry, 1..=1024)?,
+        "ours_ahead" => ours.ahead = between(entry, 1..=1024)?,
         "ours_stall_share" => ours.stall_share = fraction(entry)?,
         "ours_hurry_max" => ours.hurry_max = fraction(entry)?,
-        "ours_views_max" => ours.views_max = up_to(entry, 64)?,
+        "ours_waiting_max" => ours.waiting_max = between(entry, 0..=1 << 16)?,
+        "ours_views_max" => ours.views_max = between(entry, 1..=64)?,
+        "ours_shards" => ours.shards = between(entry, 1..=SHARDS_MAX)?,
+        "ours_shard_max_kb" => {
+            let most = (SHARD_BYTES_MAX >> 10) as u32;
+            ours.shard_bytes_max = u64::from(between(entry, 1..=most)?) << 10;
+        }
+        "ours_collisions" => ours.collisions = between(entry, 0..=FREES_WATCHED)?,
         _ => return Err(entry.error("there is no such setting")),
     }
     Ok(())
@@ -194,11 +204,12 @@ fn goal(entry: &Entry<'_>) -> Result<OursSettings, ConfError> {
     }
 }
 
-/// A whole number from 1 to `most`.
-fn up_to(entry: &Entry<'_>, most: u32) -> Result<u32, ConfError> {
+/// A whole number in `range`.
+fn between(entry: &Entry<'_>, range: RangeInclusive<u32>) -> Result<u32, ConfError> {
     let value = entry.integer()?;
-    let value = u32::try_from(value).ok().filter(|n| (1..=most).contains(n));
-    value.ok_or_else(|| entry.error(format!("must be from 1 to {most}")))
+    let value = u32::try_from(value).ok().filter(|n| range.contains(n));
+    let (least, most) = range.into_inner();
+    value.ok_or_else(|| entry.error(format!("must be from {least} to {most}")))
 }
 
 /// A number of MiB that is not absurd, in bytes.

@@ -7,10 +7,12 @@
 mod cut;
 mod expandable;
 mod moving;
+mod recent;
 mod restore;
 mod segment;
 
 pub(crate) use expandable::PageRun;
+pub(crate) use recent::Recent;
 pub(crate) use restore::{LiveMark, Obstacle, Restoration};
 pub(crate) use segment::{SegmentId, SegmentInfo, SegmentKind, SegmentTable};
 
@@ -92,6 +94,7 @@ pub(crate) struct Heap {
     /// The clock at the latest growth of the large class, and how many growths in a row saw it like
     /// that.
     grown: (u32, u32),
+    recent: Recent,
 }
 
 impl Heap {
@@ -111,6 +114,7 @@ impl Heap {
             segments: SegmentTable::default(),
             clock: 0,
             grown: (0, 0),
+            recent: Recent::default(),
         }
     }
 
@@ -161,7 +165,7 @@ impl Heap {
         self.make_live(id, request, ledger);
     }
 
-    #[inline]
+    #[inline(always)]
     fn make_live(&mut self, id: BlockIdx, request: &Request, ledger: &mut Ledger<'_>) {
         let block = &mut self.blocks[id];
         block.state = BlockState::Live;
@@ -241,8 +245,7 @@ impl Heap {
         let block = &self.blocks[id];
         debug_assert_eq!(block.state, BlockState::Live);
         let (addr, bytes, requested) = (block.addr, block.bytes, block.requested);
-        let class = block.class;
-        ledger.stats.give_back(class, bytes, requested);
+        ledger.stats.give_back(block.class, bytes, requested);
         self.trace(ledger, TraceAction::FreeRequested, addr, requested);
         if self.rules.is_oversize(bytes) {
             ledger.stats.count_oversize_allocation(false);
@@ -300,6 +303,17 @@ impl Heap {
         self.clock = self.clock.wrapping_add(1);
         let block = &mut self.blocks[id];
         block.freed_at = self.clock;
+        if (self.rules.waiting_max > 0) & block.expandable {
+            self.put_off(id);
+        } else {
+            self.merge_freed(id, ledger);
+        }
+    }
+
+    /// Puts a freed block into the free index.
+    #[inline(never)]
+    fn merge_freed(&mut self, id: BlockIdx, ledger: &mut Ledger<'_>) {
+        let block = &self.blocks[id];
         let (class, counts_split) = (block.class, !block.expandable);
         let (merged, absorbed) = self.merge_and_insert(id);
         if counts_split {

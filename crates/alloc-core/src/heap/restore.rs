@@ -91,6 +91,7 @@ impl Heap {
 
     /// Hands out the blocks of `marks` where they were: there is nothing but free memory now.
     pub(crate) fn revive(&mut self, marks: &[LiveMark], ledger: &mut Ledger<'_>) -> Vec<BlockIdx> {
+        self.settle();
         let mut walk = Walk::new(self);
         let mut revived = Vec::new();
         for mark in marks {
@@ -171,6 +172,7 @@ impl Walk {
             let block = &heap.blocks[cursor.ok_or(Obstacle::Gone(mark.addr))?];
             match block.state {
                 BlockState::Free | BlockState::Live => {}
+                BlockState::Waiting { .. } => unreachable!("I4: restoring settles the heap first"),
                 BlockState::Draining { .. } | BlockState::Held => {
                     return Err(Obstacle::Pending(mark.addr));
                 }

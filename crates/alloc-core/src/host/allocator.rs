@@ -1,23 +1,23 @@
 //! The public face: requests come in, the engine and the background thread do the rest.
 
+mod captures;
+mod upkeep;
+
 use super::allocation::{HostAllocation, HostContext, Place};
 use super::backend::{CopyData, CopyRequest, HostBackend};
 use super::background::Background;
-use super::check::HostViolation;
 use super::config::{HostConfError, HostConfig};
 use super::engine::{Ask, Engine, PoolOf, REQUEST_BYTES_MAX, Result};
 use super::error::{HostError, HostFreeError, HostOp};
 use super::events::Scan;
 use super::heap::Cut;
 use super::home::{BlockRef, Freed};
-use super::pools::{DEFAULT, PoolError};
-use super::stats::HostStats;
+use super::pools::DEFAULT;
 use super::store::Store;
 use crate::backend::Stream;
-use crate::units::{Addr, PoolId, StreamId};
+use crate::units::Addr;
 use std::fmt;
 use std::sync::Arc;
-use std::time::Duration;
 
 /// A caching allocator of pinned host memory.
 ///
@@ -330,123 +330,6 @@ impl<B: HostBackend> HostAllocator<B> {
     pub fn is_pinned(&self, addr: Addr) -> bool {
         self.engine().pins.find(addr).is_some()
     }
-
-    /// Makes freed memory available whose events are reached. Policy `ours` also gives back what has
-    /// been free for too long.
-    ///
-    /// # Errors
-    /// The first failed record or query; the rest is done nevertheless, and no block is lost.
-    pub fn process_events(&self) -> Result<(), B> {
-        let engine = self.engine();
-        let flushed = engine.flush_all();
-        let processed = engine.process_events(Scan::All).map(drop);
-        engine.trim_now_and_then();
-        engine.streams.forget_unused();
-        flushed.and(processed)
-    }
-
-    /// Policy `pytorch`: the same for the size class of `bytes` only, until one block is free. Policy
-    /// `ours` has no classes and looks at all.
-    ///
-    /// # Errors
-    /// As [`process_events`](HostAllocator::process_events).
-    pub fn process_events_for(&self, bytes: u64) -> Result<(), B> {
-        let engine = self.engine();
-        if engine.is_ours() || bytes == 0 || bytes > REQUEST_BYTES_MAX {
-            return self.process_events();
-        }
-        let pool = engine.pools.default_pool();
-        engine.process_class(Ask { pool, node: engine.node(Place::Anywhere)?, bytes })
-    }
-
-    /// Gives all free memory back to the system, except that of private pools in use. Freed memory
-    /// whose events are not reached stays.
-    ///
-    /// # Errors
-    /// The first failure; everything that can be given back is, and the rest stays cached.
-    pub fn empty_cache(&self) -> Result<(), B> {
-        self.engine().empty_cache()
-    }
-
-    /// Policy `ours`: gives segments back that have been wholly free for `age`, as far as earlier
-    /// calls or the processing of events saw it.
-    ///
-    /// # Errors
-    /// As [`empty_cache`](HostAllocator::empty_cache).
-    pub fn trim(&self, age: Duration) -> Result<(), B> {
-        self.engine().trim_old(age)
-    }
-
-    /// Statistics of now. Does not look at events.
-    pub fn stats(&self) -> HostStats {
-        self.engine().stats()
-    }
-
-    /// Sets every peak to its current value, and forgets the longest and shortest times.
-    pub fn reset_peak_stats(&self) {
-        self.engine().pins.reset_peak();
-        self.engine()
-            .each_pool(|pool| pool.store.each_ledger(|ledger| ledger.figures().reset_peak()));
-    }
-
-    /// Sets all sums of increases and decreases, and of times and their counts, to 0.
-    pub fn reset_accumulated_stats(&self) {
-        self.engine().pins.reset_accumulated();
-        self.engine().each_pool(|pool| {
-            pool.store.each_ledger(|ledger| ledger.figures().reset_accumulated())
-        });
-    }
-
-    /// Begins a capture: from now on, requests for streams that `filter` accepts are served by the
-    /// private pool `pool`, and uses on such streams keep memory from reuse until the pool is
-    /// released. If several captures accept a stream, the one that began first gets it. The pool is
-    /// made if no graph uses it; otherwise this is one use more, and needs one release more.
-    ///
-    /// `filter` is called without locks, whenever a stream comes up while a capture is underway.
-    ///
-    /// # Errors
-    /// If a capture into this pool is underway; nothing has changed then.
-    pub fn begin_allocate_to_pool(
-        &self,
-        pool: PoolId,
-        filter: impl Fn(StreamId) -> bool + Send + Sync + 'static,
-    ) -> Result<(), B> {
-        let engine = self.engine();
-        let begun = engine.pools.begin(pool, Arc::new(filter), || engine.private_store());
-        begun.map_err(|error| pool_error(error, pool))
-    }
-
-    /// Ends the capture into `pool`. Its memory stays as it is, for the graph.
-    ///
-    /// # Errors
-    /// If no capture into this pool is underway.
-    pub fn end_allocate_to_pool(&self, pool: PoolId) -> Result<(), B> {
-        self.engine().pools.end(pool).map_err(|error| pool_error(error, pool))
-    }
-
-    /// A graph that uses `pool` is gone. After the last one, memory held for graphs is reused as
-    /// soon as the streams that were recorded for it have finished what is queued on them. Launches
-    /// of the graph on other streams must have finished before.
-    ///
-    /// # Errors
-    /// If no graph uses the pool, or the capture of the last one is still underway.
-    pub fn release_pool(&self, pool: PoolId) -> Result<(), B> {
-        let released =
-            self.engine().pools.release(pool).map_err(|error| pool_error(error, pool))?;
-        if let Some((pool, held)) = released {
-            self.engine().release_held(&pool, held);
-        }
-        Ok(())
-    }
-
-    /// Recomputes everything from the blocks and compares. Only meaningful while no other thread
-    /// uses the allocator. Takes time proportional to the number of blocks.
-    ///
-    /// # Errors
-    /// The first violated invariant.
-    pub fn check(&self) -> std::result::Result<(), HostViolation> {
-        self.engine().check()
-    }
 }
 
 impl<B: CopyData> HostAllocator<B> {
@@ -496,25 +379,5 @@ impl<B: HostBackend> Engine<B> {
             .with(about.pool, find)
             .flatten()
             .or_else(|| self.pools.private().iter().find_map(|pool| find(pool)))
-    }
-
-    fn process_class(&self, ask: Ask<'_, B>) -> Result<(), B> {
-        self.flush_all()?;
-        let class = super::stats::bucket_of(self.options.class_bytes(ask.bytes)) as u32;
-        self.process_events(Scan::Class(class)).map(drop)
-    }
-
-    /// What the background thread does each time. Failures are counted; blocks stay where they are.
-    fn tick(&self) {
-        self.look_at_events();
-        self.trim_now_and_then();
-    }
-}
-
-fn pool_error<E>(error: PoolError, pool: PoolId) -> HostError<E> {
-    match error {
-        PoolError::Unknown => HostError::UnknownPool(pool),
-        PoolError::IsRecording => HostError::PoolIsRecording(pool),
-        PoolError::IsNotRecording => HostError::PoolIsNotRecording(pool),
     }
 }

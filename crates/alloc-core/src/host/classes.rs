@@ -6,8 +6,9 @@
 use super::block::{BlockId, BlockTable, State};
 use super::check::{Violation, ensure};
 use super::home::{After, Home, Span, Taken};
-use super::padded::Padded;
-use super::stats::{BUCKETS, Ledger, bucket_of};
+use super::ledger::Ledger;
+use super::stats::{BUCKETS, bucket_of};
+use crate::padded::Padded;
 use crate::sync::{RwLock, ShortGuard, ShortLock};
 use crate::units::Addr;
 use std::collections::BTreeMap;

@@ -72,7 +72,8 @@ pub struct HostConfig {
     /// unless [`event_interval_min`](HostConfig::event_interval_min) says otherwise.
     pub batch_bytes_max: u64,
     /// Policy `ours`: when events for fewer than eight blocks each come more often than this, more
-    /// large memory is pinned, up to 128 MiB, so that more blocks share an event. Zero: never.
+    /// large memory is pinned, up to eight blocks or 256 MiB, so that more of them share an event.
+    /// Zero: never.
     pub event_interval_min: Duration,
     /// Policy `ours`: freed bytes that may wait while more is pinned for small requests. A request that
     /// finds nothing free asks about events; for a small one, open batches are closed, each by an

@@ -2,7 +2,7 @@
 //! block between its client's free and its reuse.
 
 use super::block::{BlockId, BlockTable, State, Use, Uses};
-use super::stats::Ledger;
+use super::ledger::Ledger;
 use crate::units::Addr;
 
 /// A block just handed out.

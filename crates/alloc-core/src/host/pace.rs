@@ -13,7 +13,7 @@ use std::time::Duration;
 const EVENT_BYTES: u64 = 64 << 10;
 
 /// An event for so many blocks is cheap enough.
-const SHARED_ENOUGH: usize = 8;
+pub(crate) const SHARED_ENOUGH: usize = 8;
 
 /// Most bytes that events pay for in advance.
 const CREDIT_BYTES_MAX: u64 = 128 << 20;

@@ -3,7 +3,7 @@
 use super::backend::{HostBackend, NodeId, PinRequest, PinnedSegment};
 use super::error::{HostError, HostOp};
 use super::home::Span;
-use super::stats::PinLedger;
+use super::ledger::PinLedger;
 use crate::backend::{BackendError, ErrorKind, Refused};
 use crate::sync::{Mutex, RwLock};
 use crate::units::Addr;

@@ -6,12 +6,16 @@ use super::engine::{Ask, Engine, PoolOf, Result, StreamOf};
 use super::error::{HostError, HostOp};
 use super::events::{Pending, Scan};
 use super::home::{After, BlockRef, Freed};
+use super::pace::SHARED_ENOUGH;
 use super::pools::{DEFAULT, Held};
 use smallvec::{SmallVec, smallvec};
 use std::sync::atomic::Ordering::Relaxed;
 
-/// No batch is larger, however much is pinned or whatever events cost, unless the setting says so.
+/// No batch is larger, however much is pinned, unless the setting says so, or blocks gather.
 const BATCH_BYTES_LIMIT: u64 = 128 << 20;
+
+/// Blocks gather up to so many bytes.
+const GATHER_BYTES_MAX: u64 = 256 << 20;
 
 impl<B: HostBackend> Engine<B> {
     /// Notes that work queued on `stream` may touch an allocation. False if it is not live.
@@ -82,22 +86,25 @@ impl<B: HostBackend> Engine<B> {
         let most = self.config.batch_bytes_max;
         let share = (self.pins.bytes() / 2).min(BATCH_BYTES_LIMIT);
         blocks >= usize::from(self.config.batch_blocks_max)
-            || waiting >= most.max(BATCH_BYTES_LIMIT)
-            || (waiting >= most.max(share) && !self.should_gather(bytes))
+            || (waiting >= most.max(share)
+                && (waiting >= GATHER_BYTES_MAX
+                    || !self.pace.concerns(blocks)
+                    || !self.should_gather(bytes)))
     }
 
     /// Whether events have come so often, for a few blocks each, that more of `bytes` should be pinned
     /// to share them.
     fn should_gather(&self, bytes: u64) -> bool {
-        bytes <= BATCH_BYTES_LIMIT / 2 && self.pace.outweighs(bytes, self.backend.now())
+        bytes <= GATHER_BYTES_MAX / 2 && self.pace.outweighs(bytes, self.backend.now())
     }
 
     /// Whether a request that finds nothing free gets new memory instead of asking about freed blocks,
-    /// so that those may [gather](Engine::should_gather): not while many wait already.
+    /// so that those may [gather](Engine::should_gather): not if enough wait already.
     pub(crate) fn leaves_gathering(&self, ask: Ask<'_, B>) -> bool {
+        let enough = GATHER_BYTES_MAX.min(ask.bytes * SHARED_ENOUGH as u64);
         ask.bytes > self.config.small_bytes_max
             && self.should_gather(ask.bytes)
-            && (1..BATCH_BYTES_LIMIT).contains(&ask.pool.store.draining_bytes())
+            && (1..enough).contains(&ask.pool.store.draining_bytes())
             && self.pace.spend(ask.bytes, self.backend.now())
     }
 

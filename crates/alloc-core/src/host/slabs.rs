@@ -7,15 +7,17 @@
 //!
 //! No function here holds two locks at once.
 
+mod verify;
+
 use super::backend::{NodeId, PIN_ALIGN};
 use super::block::BlockId;
-use super::check::{Violation, ensure};
 use super::config::HostConfig;
 use super::heap::{Cut, Found, Heap, Idle, Role};
 use super::home::{Run, Span, Taken};
-use super::padded::Padded;
-use super::stats::Ledger;
+use super::ledger::Ledger;
+use super::shard_hint;
 use super::store::Served;
+use crate::padded::Padded;
 use crate::sync::{ShortGuard, ShortLock};
 use crate::units::Addr;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
@@ -362,34 +364,6 @@ impl<S: PartialEq> SlabStore<S> {
     pub(crate) fn bytes(&self, node: NodeId) -> u64 {
         self.central(node).bytes()
     }
-
-    /// Recomputes everything from the blocks. Appends the segments by node, and the draining blocks
-    /// by home.
-    pub(crate) fn check(
-        &self,
-        spans: &mut Vec<(NodeId, Span)>,
-        draining: &mut Vec<(u32, BlockId, u32)>,
-    ) -> Result<(), Violation> {
-        for node in self.node_ids() {
-            let (mut lent, mut borrowed) = (Vec::new(), Vec::new());
-            for home in self.homes(node) {
-                let sums = self.heap(home).check()?;
-                draining.extend(sums.draining.iter().map(|&(id, pending)| (home, id, pending)));
-                lent.extend(sums.lent);
-                if home == self.central_home(node) {
-                    spans.extend(sums.spans.iter().map(|&span| (node, span)));
-                } else {
-                    borrowed.extend(sums.spans.iter().map(|&span| (home, span)));
-                }
-            }
-            lent.sort();
-            borrowed.sort();
-            ensure(lent == borrowed, "H7", || {
-                format!("{node} has lent {lent:?}, its shards hold {borrowed:?}")
-            })?;
-        }
-        Ok(())
-    }
 }
 
 /// The next multiple of a power of two.
@@ -403,87 +377,6 @@ fn round_to(bytes: u64, power: u64) -> u64 {
 fn run_bytes(held: u64, bytes: u64) -> u64 {
     let run = (held / 16).clamp(RUN_BYTES_MIN, RUN_BYTES_MAX).max(4 * bytes);
     run.next_multiple_of(PIN_ALIGN)
-}
-
-/// The shard that a thread uses, whatever the allocator.
-///
-/// One collision says little: the other thread may only have freed a block that it got from here.
-/// A thread that left at once would meet the owner of the next shard, both would leave, and no one
-/// would ever settle. So collisions are weighed against undisturbed entries.
-#[cfg(not(loom))]
-mod shard_hint {
-    use std::cell::Cell;
-
-    /// What a collision weighs, in undisturbed entries.
-    const COLLISION: u32 = 8;
-    /// The weight at which a thread moves on.
-    const MOVE_AT: u32 = 4 * COLLISION;
-    /// The weight that it starts with where it comes to: of two that meet there, it leaves first.
-    const NEWCOMER: u32 = MOVE_AT / 2;
-
-    thread_local! {
-        static SHARD: Cell<usize> = const { Cell::new(0) };
-        static WEIGHT: Cell<u32> = const { Cell::new(0) };
-    }
-
-    #[inline(always)]
-    pub(super) fn get() -> usize {
-        SHARD.get()
-    }
-
-    /// Notes that the shard was found unlocked.
-    #[inline(always)]
-    pub(super) fn entered() {
-        let weight = WEIGHT.get();
-        if weight > 0 {
-            WEIGHT.set(weight - 1);
-        }
-    }
-
-    /// Notes that the shard was found locked; the shard to use now.
-    #[cold]
-    pub(super) fn collided() -> usize {
-        let weight = WEIGHT.get() + COLLISION;
-        if weight < MOVE_AT {
-            WEIGHT.set(weight);
-        } else {
-            WEIGHT.set(NEWCOMER);
-            SHARD.set(SHARD.get().wrapping_add(1));
-        }
-        SHARD.get()
-    }
-
-    #[cfg(test)]
-    mod tests {
-        use super::*;
-
-        #[test]
-        fn threads_leave_where_they_collide_often_only() {
-            let here = get();
-            for _ in 0..1000 {
-                assert_eq!(collided(), here, "one collision in ten entries is no reason");
-                (0..10).for_each(|_| entered());
-            }
-            let moved = (0..4).any(|_| collided() != here);
-            assert!(moved, "four in a row are");
-            assert_eq!(get(), here + 1);
-            assert_ne!((collided(), collided()).1, here + 1, "a newcomer leaves sooner");
-        }
-    }
-}
-
-/// Threads of a model run share one OS thread: a thread-local would leak from one to the other.
-#[cfg(loom)]
-mod shard_hint {
-    pub(super) fn get() -> usize {
-        0
-    }
-
-    pub(super) fn entered() {}
-
-    pub(super) fn collided() -> usize {
-        1
-    }
 }
 
 #[cfg(all(test, not(loom)))]

@@ -4,8 +4,8 @@ use super::backend::NodeId;
 use super::block::{BlockId, Use, Uses};
 use super::classes::ClassStore;
 use super::home::{After, Freed, Home, Span, Taken};
+use super::ledger::Ledger;
 use super::slabs::SlabStore;
-use super::stats::Ledger;
 use crate::units::Addr;
 
 #[derive(Debug)]

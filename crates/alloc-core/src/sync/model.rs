@@ -36,6 +36,20 @@ impl<T> Mutex<T> {
         MutexGuard(Some(self.0.lock().expect(POISONED)))
     }
 
+    /// See [`crate::lock`]. Threads of loom never collide: where one tries, both outcomes would be played.
+    pub(crate) fn lock_noting(&self, note: impl FnOnce(&mut T)) -> MutexGuard<'_, T> {
+        if !cfg!(loom)
+            && let Some(guard) = self.try_lock()
+        {
+            return guard;
+        }
+        let mut guard = self.lock();
+        if !cfg!(loom) {
+            note(&mut guard);
+        }
+        guard
+    }
+
     pub(crate) fn get_mut(&mut self) -> &mut T {
         self.0.get_mut().expect(POISONED)
     }

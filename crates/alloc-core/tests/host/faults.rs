@@ -6,6 +6,7 @@ use alloc_core::PoolId;
 use alloc_core::backend::{ErrorKind, Stream};
 use alloc_core::host::{HostAllocation, HostConfig};
 use mock_backend::{Fault, MockBackend, MockStream};
+use std::time::Duration;
 
 /// A scenario: what it does may fail at any point, and then goes on.
 type Scenario = fn(&mut Script);
@@ -106,6 +107,15 @@ fn ladder(script: &mut Script) {
     script.allocate(80 * MIB);
 }
 
+/// One block used over and over, until events cost so much that more is pinned and blocks gather.
+fn gathering(script: &mut Script) {
+    for _ in 0..32 {
+        script.allocate(3 * MIB / 2);
+        script.use_and_free(&[0]);
+        script.pass(0);
+    }
+}
+
 /// A captured graph.
 fn graph(script: &mut Script) {
     let pool = PoolId(1, 0);
@@ -151,18 +161,24 @@ fn run(config: &HostConfig, scenario: Scenario, fault: Fault) -> bool {
     struck > 0
 }
 
-fn configs() -> [HostConfig; 4] {
+fn configs() -> [HostConfig; 5] {
     let small = HostConfig { batch_blocks_max: 1, ..HostConfig::ours() };
+    // Every block would be given its event at once, if that were not of great concern.
+    let keen = HostConfig {
+        batch_bytes_max: 0,
+        event_interval_min: Duration::from_secs(3600),
+        ..HostConfig::ours()
+    };
     let mut catch_all = HostConfig::pytorch();
     catch_all.apply("pinned_free_catch_all:True,pinned_max_cached_size_mb:2").expect("valid");
-    [HostConfig::pytorch(), HostConfig::ours(), small, catch_all]
+    [HostConfig::pytorch(), HostConfig::ours(), small, keen, catch_all]
 }
 
 #[test]
-fn every_single_fault_in_three_scenarios() {
+fn every_single_fault_in_four_scenarios() {
     let mut struck = 0;
     for config in configs() {
-        for scenario in [uses, ladder, graph] {
+        for scenario in [uses, ladder, graph, gathering] {
             for kind in [None, Some(ErrorKind::Other), Some(ErrorKind::OutOfMemory)] {
                 for n in 1.. {
                     let fault = Fault::nth(n);
@@ -181,7 +197,7 @@ fn every_single_fault_in_three_scenarios() {
 #[test]
 fn everything_fails_from_some_call_on() {
     for config in configs() {
-        for scenario in [uses, ladder, graph] {
+        for scenario in [uses, ladder, graph, gathering] {
             for n in (1..40).step_by(3) {
                 run(&config, scenario, Fault::from(n).kind(ErrorKind::Other));
             }

@@ -1,6 +1,8 @@
 //! The host allocator on the simulator: rules, cases, model, faults, memory.
 #![cfg(not(loom))]
 
+mod background;
+mod batches;
 mod cases;
 mod faults;
 mod memory;
@@ -10,4 +12,5 @@ mod ours;
 mod pools;
 mod rules;
 mod rules_state;
+mod rules_stats;
 mod support;

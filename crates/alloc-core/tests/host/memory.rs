@@ -40,10 +40,10 @@ struct Load {
 }
 
 impl Load {
-    fn new(config: HostConfig) -> Self {
+    fn new(config: HostConfig, seed: u64) -> Self {
         let rig = Rig::new(MockBackend::builder().strict().build(), config);
         let stream = rig.stream();
-        Load { rig, stream, random: Rng::new(1), peaks: Peaks::default(), live: 0, in_flight: 0 }
+        Load { rig, stream, random: Rng::new(seed), peaks: Peaks::default(), live: 0, in_flight: 0 }
     }
 
     fn allocate(&mut self, bytes: u64) -> HostAllocation {
@@ -92,8 +92,8 @@ impl Load {
 /// Weights of a model of 8 billion parameters in 16 bits, a quarter of every matrix per rank, and a
 /// host cache for keys and values of 5 GiB and one of 8.1 GiB; then checkpoints of it all, staged
 /// layer by layer.
-fn checkpoint(config: HostConfig) -> Peaks {
-    let mut load = Load::new(config);
+fn checkpoint(config: HostConfig, seed: u64) -> Peaks {
+    let mut load = Load::new(config, seed);
     let matrix = |rows: u64, columns: u64| rows * columns * 2 / 4;
     let hidden = 4096;
     let layer = [
@@ -130,8 +130,8 @@ fn checkpoint(config: HostConfig) -> Peaks {
 
 /// A data loader: batches of 256 images of 3 x 224 x 224 floats with labels, and batches of 32 to 64
 /// texts of varying length, eight batches ahead; the two batches before are still being copied.
-fn loader(config: HostConfig) -> Peaks {
-    let mut load = Load::new(config);
+fn loader(config: HostConfig, seed: u64) -> Peaks {
+    let mut load = Load::new(config, seed);
     let mut ahead = std::collections::VecDeque::new();
     for batch in 0..400 {
         let texts = load.random.between(32, 64);
@@ -160,17 +160,17 @@ fn loader(config: HostConfig) -> Peaks {
 /// Cache blocks of an inference server that do not fit on its device: sixteen tokens each, of two
 /// models with blocks of 1.25 and 2.5 MiB, up to 4 GiB, the least recently used evicted first. Each
 /// block comes with a small header.
-fn offload(config: HostConfig) -> Peaks {
-    evicting_cache(config, 5 * MIB / 4)
+fn offload(config: HostConfig, seed: u64) -> Peaks {
+    evicting_cache(config, seed, 5 * MIB / 4)
 }
 
 /// The same, but then the first model is exchanged for one with blocks of 5 MiB.
-fn exchange(config: HostConfig) -> Peaks {
-    evicting_cache(config, 5 * MIB)
+fn exchange(config: HostConfig, seed: u64) -> Peaks {
+    evicting_cache(config, seed, 5 * MIB)
 }
 
-fn evicting_cache(config: HostConfig, later_bytes: u64) -> Peaks {
-    let mut load = Load::new(config);
+fn evicting_cache(config: HostConfig, seed: u64, later_bytes: u64) -> Peaks {
+    let mut load = Load::new(config, seed);
     let mut cached = std::collections::VecDeque::new();
     for step in 0..4000 {
         let first = if step < 2500 { 5 * MIB / 4 } else { later_bytes };
@@ -191,8 +191,8 @@ fn evicting_cache(config: HostConfig, later_bytes: u64) -> Peaks {
 /// models of 300 tensors of 256 bytes to 32 MiB are uploaded in turn, one tensor after the other, each
 /// through a buffer of its own; sixteen copies are in flight. Results of each pass, one small buffer
 /// per tensor, are kept until the next.
-fn staging(config: HostConfig) -> Peaks {
-    let mut load = Load::new(config);
+fn staging(config: HostConfig, seed: u64) -> Peaks {
+    let mut load = Load::new(config, seed);
     let models: Vec<Vec<u64>> =
         (0..3).map(|_| (0..300).map(|_| load.log_uniform(8, 25)).collect()).collect();
     let mut results = Vec::new();
@@ -217,8 +217,8 @@ fn staging(config: HostConfig) -> Peaks {
 
 /// The hardest, and no program's pattern: two thousand buffers of 64 bytes to 32 MiB, replaced at
 /// random.
-fn random(config: HostConfig) -> Peaks {
-    let mut load = Load::new(config);
+fn random(config: HostConfig, seed: u64) -> Peaks {
+    let mut load = Load::new(config, seed);
     let mut held: Vec<_> = (0..2000)
         .map(|_| {
             let bytes = load.log_uniform(6, 25);
@@ -243,7 +243,7 @@ fn random(config: HostConfig) -> Peaks {
 }
 
 /// Name, mix, and the most that policy `ours` may pin for a byte asked for.
-type Mix = (&'static str, fn(HostConfig) -> Peaks, f64);
+type Mix = (&'static str, fn(HostConfig, u64) -> Peaks, f64);
 
 const MIXES: [Mix; 6] = [
     ("checkpoint", checkpoint, 1.05),
@@ -259,7 +259,7 @@ fn ours_pins_hardly_more_than_is_asked_for() {
     // One thread for each, as the judge takes its time.
     let peaks = MIXES.map(|(_, mix, _)| {
         [HostConfig::pytorch(), HostConfig::ours()]
-            .map(|config| std::thread::spawn(move || mix(config)))
+            .map(|config| std::thread::spawn(move || mix(config, 1)))
     });
     let mut worst_rounded = 0.0_f64;
     for ((name, _, bound), both) in MIXES.into_iter().zip(peaks) {
@@ -278,13 +278,26 @@ fn ours_pins_hardly_more_than_is_asked_for() {
     assert!(worst_rounded > 1.5, "the mixes are of the kind that suffers");
 }
 
+/// Not only with those random numbers.
+#[test]
+fn real_mixes_pin_hardly_more_whatever_their_numbers() {
+    let runs = (2..=4).flat_map(|seed| MIXES[1..3].iter().map(move |mix| (seed, mix)));
+    let threads = runs.map(|(seed, &(name, mix, bound))| {
+        (name, bound, std::thread::spawn(move || mix(HostConfig::ours(), seed)))
+    });
+    for (name, bound, peaks) in threads.collect::<Vec<_>>() {
+        let ratio = peaks.join().expect("no violation").ratio();
+        assert!(ratio <= bound, "{name}: {ratio:.3}");
+    }
+}
+
 /// What the staging pool is above that is the price of keeping memory: it gets close to what is asked
 /// for only if hardly anything is kept, and then nearly every buffer is pinned anew.
 #[test]
 fn a_small_lumpy_pool_is_either_large_or_slow() {
     let keep = |cached_bytes_max| {
         let config = HostConfig { cached_bytes_max: Some(cached_bytes_max), ..HostConfig::ours() };
-        let peaks = staging(config);
+        let peaks = staging(config, 1);
         println!("{cached_bytes_max}: {:.3}, {} MiB pinned", peaks.ratio(), peaks.pinned / MIB);
         peaks
     };

@@ -369,7 +369,7 @@ impl Slabs {
     }
 
     fn leaves_gathering(&mut self, bytes: u64) -> bool {
-        let waits = self.blocks.draining_bytes() > 0;
+        let waits = (1..8 * bytes).contains(&self.blocks.draining_bytes());
         let leaves = bytes > self.rules.small_max && waits && self.should_gather(bytes);
         if leaves {
             self.events -= bytes.div_ceil(64 << 10);

@@ -7,7 +7,9 @@
 //! * `faults`, `interleave`: a failure, or another thread's operation, at every backend call;
 //! * `threads`: real threads;
 //! * `pictures`: short scripts as maps of their segments;
+//! * `shards`: threads on one stream with heaps of their own for small requests;
 //! * `sharing`, `sharing_faults`: blocks that other simulated processes use;
+//! * `waiting`: freed blocks that wait for requests of their size;
 //! * `watching`: observers of memory that comes and goes;
 //! * `errors`, `teardown`, `forgotten`: misuse, broken backends, and the end.
 #![expect(clippy::unwrap_used, reason = "in a test a panic is the report, helpers included")]
@@ -35,10 +37,12 @@ mod moving;
 mod pictures;
 mod replay;
 mod rig;
+mod shards;
 mod sharing;
 mod sharing_faults;
 mod sources;
 mod teardown;
 mod threads;
 mod threads_graphs;
+mod waiting;
 mod watching;

@@ -19,10 +19,15 @@ const KINDS: [&str; 2] = ["", "expandable_segments:True"];
 const MOVING: &str = "expandable_segments:True,ours_margin:0,ours_margin_min_mb:0,\
                       ours_handle_max_mb:6,ours_handle_calm_mb:6,ours_ahead:1,ours_views_max:1";
 
+/// Options under which small requests go to shards besides.
+const DIVIDED: &str = "expandable_segments:True,ours_margin:0,ours_margin_min_mb:0,\
+                       ours_handle_max_mb:6,ours_handle_calm_mb:6,ours_ahead:1,ours_views_max:1,\
+                       ours_shards:3,ours_collisions:0";
+
 /// Every mixture of policy, kind of segment and way to keep peaks.
 fn mixtures() -> Vec<Config> {
     let kinds = BOTH.into_iter().flat_map(|policy| KINDS.map(|text| (policy, text)));
-    let kinds = kinds.chain([(Policy::Ours, MOVING)]);
+    let kinds = kinds.chain([(Policy::Ours, MOVING), (Policy::Ours, DIVIDED)]);
     let each = |(policy, text)| {
         [PeakMode::Exact, PeakMode::PerHeap].map(|peaks| Config { peaks, ..config(policy, text) })
     };

@@ -2,10 +2,14 @@
 //! measurement; without a GPU it says so and does nothing.
 //!
 //! `cargo bench -p alloc-host-cuda --bench pinned [-- WORD...]`, where words select measurements by
-//! what their names begin with. `benches/peer_host.cpp` does the same with PyTorch's allocator, but for
-//! `parts`: the parts of a first pin.
+//! what their names begin with, and a policy if they are its name. `benches/peer_host.cpp` does the same
+//! with PyTorch's allocator, but for `parts`, the parts of a first pin, and `fresh`, first pins of
+//! processes. `beside PEER [ROUNDS]` runs both in turn and prints a table.
 
+mod beside;
+mod fresh;
 mod parts;
+mod table;
 
 use alloc_core::DeviceId;
 use alloc_core::host::{HostAllocation, HostConfig, Place};
@@ -13,6 +17,7 @@ use alloc_host_cuda::driver::DeviceMemory;
 use alloc_host_cuda::{HostStream, InFlight, PinOptions, PinnedAllocator, PinnedBuffer, Streams};
 use std::collections::VecDeque;
 use std::hint::black_box;
+use std::process::ExitCode;
 use std::sync::Barrier;
 use std::time::Instant;
 
@@ -117,7 +122,7 @@ fn threads(pinned: &Pinned, count: u64, max_log: u64) -> f64 {
 /// Has the system provide as much ordinary memory as is going to be pinned, and takes it back: on a
 /// fresh virtual machine the first use of memory is a matter of the hypervisor, which takes ten times
 /// as long as everything that is measured here.
-pub(crate) fn wake_memory() {
+fn wake_memory() {
     let mut memory = vec![0_u8; 5 * GIB];
     let share = memory.len() / 16;
     std::thread::scope(|scope| {
@@ -205,41 +210,70 @@ impl Run<'_> {
             println!("{{\"policy\":\"{policy}\",\"name\":\"{name}\",\"{unit}\":{value:.2}}}");
         }
     }
-}
 
-fn main() {
-    if let Err(reason) = PinnedAllocator::new(&[DEVICE], HostConfig::ours(), PinOptions::default())
-    {
-        return println!("skipped: no CUDA device ({reason})");
-    }
-    let words: Vec<_> = std::env::args().skip(1).filter(|word| !word.starts_with('-')).collect();
-    for (policy, config) in [("ours", HostConfig::ours()), ("pytorch", HostConfig::pytorch())] {
-        let run = Run { words: &words, policy };
-        for bytes in [4096, 65_536, MIB, 16 * MIB] {
+    /// Everything that the peer measures, too.
+    fn measure_all(&self, config: &HostConfig) {
+        for bytes in [4096, 65_536, MIB, 16 * MIB, 64 * MIB] {
             let made = pinned(config.clone());
-            run.measure(&format!("hit_{bytes}"), "ns_per_pair", || hit(&made, bytes));
-            run.measure(&format!("buffer_{bytes}"), "ns_per_pair", || buffer(&made, bytes));
-            run.measure(&format!("recorded_{bytes}"), "ns_per_pair", || recorded(&made, bytes));
+            self.measure(&format!("hit_{bytes}"), "ns_per_pair", || hit(&made, bytes));
+            self.measure(&format!("buffer_{bytes}"), "ns_per_pair", || buffer(&made, bytes));
+            self.measure(&format!("recorded_{bytes}"), "ns_per_pair", || recorded(&made, bytes));
         }
         for count in [1, 4, 16] {
             let made = pinned(config.clone());
             let name = format!("threads_{count}");
-            run.measure(&name, "mega_steps_per_s", || threads(&made, count, 20));
-        }
-        if is_wanted(&words, "first_pin") {
-            wake_memory();
+            self.measure(&name, "mega_steps_per_s", || threads(&made, count, 20));
         }
         for gib in [1, 4] {
-            let pin = || first_pin(&config, gib * GIB);
-            run.measure(&format!("first_pin_{gib}_gib"), "ms", pin);
+            let pin = || first_pin(config, gib * GIB);
+            self.measure(&format!("first_pin_{gib}_gib"), "ms", pin);
         }
         for mib in [1, 4, 16, 64, 256, 1024] {
             let made = pinned(config.clone());
             for (way, to_device) in [("h2d", true), ("d2h", false)] {
                 let name = format!("copy_{way}_{mib}_mib");
-                run.measure(&name, "gb_per_s", || copies(&made, mib * MIB, to_device));
+                self.measure(&name, "gb_per_s", || copies(&made, mib * MIB, to_device));
             }
         }
     }
+}
+
+/// The exit code of [`beside`] where there is no GPU.
+const NO_GPU: u8 = 77;
+
+fn main() -> ExitCode {
+    // The options are those of `cargo bench`.
+    let words: Vec<_> = std::env::args().skip(1).filter(|word| !is_option(word)).collect();
+    let (first, rest) = words.split_first().map_or(("", &[][..]), |(word, rest)| (word, rest));
+    if first == fresh::CHILD {
+        fresh::child(rest);
+        return ExitCode::SUCCESS;
+    }
+    let made = PinnedAllocator::new(&[DEVICE], HostConfig::ours(), PinOptions::default());
+    if let Err(reason) = made.map(drop) {
+        println!("skipped: no CUDA device ({reason})");
+        return if first == beside::BESIDE { NO_GPU.into() } else { ExitCode::SUCCESS };
+    }
+    if first == beside::BESIDE {
+        return beside::run(rest);
+    }
+    measure(words);
+    ExitCode::SUCCESS
+}
+
+fn is_option(word: &str) -> bool {
+    word.starts_with("--")
+}
+
+fn measure(mut words: Vec<String>) {
+    let policies = [("ours", HostConfig::ours()), ("pytorch", HostConfig::pytorch())];
+    let named: Vec<_> =
+        words.extract_if(.., |word| policies.iter().any(|(p, _)| p == word)).collect();
+    wake_memory();
+    let is_named = |policy: &str| named.is_empty() || named.iter().any(|name| name == policy);
+    for (policy, config) in policies.iter().filter(|(policy, _)| is_named(policy)) {
+        Run { words: &words, policy }.measure_all(config);
+    }
     parts::measure(&|name| is_wanted(&words, name));
+    fresh::measure(&words);
 }

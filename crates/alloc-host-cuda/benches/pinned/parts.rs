@@ -3,7 +3,7 @@
 
 use crate::{DEVICE, GIB, MIB, Pinned, pinned_with};
 use alloc_core::host::HostConfig;
-use alloc_host_cuda::{PinOptions, PinTimes, Touch};
+use alloc_host_cuda::{HostFlags, PinOptions, PinTimes, Touch};
 use std::fs;
 use std::time::{Duration, Instant};
 
@@ -19,7 +19,6 @@ pub(crate) fn measure(wanted: Wanted<'_>) {
         return;
     }
     describe_machine();
-    crate::wake_memory();
     let driver = HostConfig { register: false, ..HostConfig::ours() };
     variant(wanted, "parts_driver", &driver, PinOptions::default(), GIB);
     for (touch, how) in [(Touch::First, "first"), (Touch::Meanwhile, "meanwhile")] {
@@ -30,6 +29,8 @@ pub(crate) fn measure(wanted: Wanted<'_>) {
         }
         let small = PinOptions { huge_pages: false, ..options };
         variant(wanted, &format!("parts_{how}_16_small_pages"), &with_threads(16), small, GIB);
+        let own = PinOptions { flags: HostFlags::default(), ..options };
+        variant(wanted, &format!("parts_{how}_16_not_portable"), &with_threads(16), own, GIB);
         for mib in [64, 128, 256, 512] {
             let config = HostConfig { piece_bytes_max: (mib * MIB) as u64, ..with_threads(16) };
             variant(wanted, &format!("parts_{how}_pieces_{mib}"), &config, options, GIB);

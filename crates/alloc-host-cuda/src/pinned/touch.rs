@@ -2,6 +2,8 @@
 
 use super::map::page_bytes;
 use parking_lot::{Condvar, Mutex};
+use std::convert::Infallible;
+use std::hint::black_box;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -102,16 +104,23 @@ impl TouchPool {
         (result, touched.unwrap_or_else(meanwhile))
     }
 
-    /// So many threads, or fewer if the system refuses some.
+    /// So many threads, or fewer if the system refuses some. All of them have started up: a thread maps
+    /// memory when it does, and whoever maps waits for those that make pages, and they for him.
     fn call(&self, count: usize) -> Vec<Worker> {
         let mut crew = self.crew.lock();
+        let (starting, started) = channel();
         while crew.idle.len() < count && crew.started < WORKERS_MAX {
-            let Some(worker) = Worker::start(self.processors.clone()) else { break };
+            let worker = Worker::start(self.processors.clone(), starting.clone());
+            let Some(worker) = worker else { break };
             crew.idle.push(worker);
             crew.started += 1;
         }
         let rest = crew.idle.len().saturating_sub(count);
-        crew.idle.split_off(rest)
+        let workers = crew.idle.split_off(rest);
+        drop((crew, starting));
+        // Ends when every new thread has dropped its end.
+        started.iter().for_each(drop);
+        workers
     }
 }
 
@@ -145,11 +154,15 @@ impl Drop for Team<'_> {
 }
 
 impl Worker {
-    fn start(processors: Vec<u32>) -> Option<Worker> {
+    /// Starts a thread, which drops `starting` when it is ready to work.
+    fn start(processors: Vec<u32>, starting: Sender<Infallible>) -> Option<Worker> {
         let (jobs, queue) = channel();
         let builder = std::thread::Builder::new().name("pin-touch".to_owned());
         let work = move || {
             stay_on(&processors);
+            // Has the process's allocator set up what it keeps for each thread.
+            drop(black_box(Box::new(0_u8)));
+            drop(starting);
             touch_all(&queue);
         };
         let thread = builder.spawn(work).ok()?;

@@ -24,7 +24,7 @@ impl<B: Backend> Shared<B> {
         trace: &mut TraceBuffer,
     ) -> bool {
         let returns = {
-            let state = cell.state.lock();
+            let state = cell.lock();
             returns(&state.body.heap, &store.layout(), &supply.stock)
         };
         !returns.is_empty() && self.bring(store, cell, &returns, supply, trace)

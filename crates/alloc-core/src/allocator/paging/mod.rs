@@ -51,6 +51,14 @@ const STEPS_OF_HURRY: u64 = 32;
 /// Plans that other threads may spoil before growth gives up on moving and takes new memory.
 const ATTEMPTS: usize = 4;
 
+/// How much memory a device needs.
+struct Usage {
+    /// Bytes that clients hold or work may still use.
+    active: u64,
+    /// Bytes that shards may have besides.
+    slack: u64,
+}
+
 /// What one attempt goes by.
 struct Terms {
     knobs: OursSettings,
@@ -119,7 +127,7 @@ impl<B: Backend> Shared<B> {
         let Some(mark) = mark.or_else(record) else { return };
         match self.backend.query(&mark.1) {
             Ok(Completion::Reached) => {
-                let state = cell.state.lock();
+                let state = cell.lock();
                 let segments = state.body.heap.segments.iter();
                 let bases: Vec<_> =
                     segments.filter(|(_, s)| s.is_expandable()).map(|(_, s)| s.base).collect();
@@ -141,14 +149,16 @@ impl<B: Backend> Shared<B> {
         let device = &self.devices[cell.device.index()];
         let knobs = self.settings.lock().ours;
         let unit = store.granularity(cell.device).max(SEGMENT_ALIGN);
-        let needed = self.in_use(device) + request.rounded;
+        let usage = self.usage(device);
+        let needed = usage.active + request.rounded;
         let peak = device.needed_peak.fetch_max(needed, Ordering::Relaxed).max(needed);
         let margin = ((peak as f64 * knobs.margin) as u64).max(knobs.margin_bytes_min);
-        let calm = cell.state.lock().body.heap.note_growth(request.class);
+        let calm = cell.lock().body.heap.note_growth(request.class);
         let step = if request.class == SizeClass::Small { 0.0 } else { peak as f64 * knobs.step };
         let step = (step as u64).min(knobs.handle_bytes_max) / unit * unit;
         let pinned = cell.pool().is_pinned();
         let line = peak.saturating_add(margin).saturating_add(device.pace.extra());
+        let line = if cell.shard > 0 { line.saturating_add(usage.slack) } else { line };
         Terms {
             knobs,
             unit,
@@ -162,13 +172,14 @@ impl<B: Backend> Shared<B> {
         }
     }
 
-    /// Bytes of a device that clients hold or work may still use.
-    fn in_use(&self, device: &Device<B>) -> u64 {
-        let active = |cell: &Arc<HeapCell<B>>| {
-            let state = cell.state.lock();
-            state.stats.get(Gauge::ActiveBytes).all.current as u64
-        };
-        device.heaps().iter().map(active).sum()
+    fn usage(&self, device: &Device<B>) -> Usage {
+        let mut usage = Usage { active: 0, slack: 0 };
+        for cell in device.heaps() {
+            let active = cell.bytes(Gauge::ActiveBytes);
+            usage.active += active;
+            usage.slack += cell.slack(active);
+        }
+        usage
     }
 
     fn try_by_handles(
@@ -201,6 +212,12 @@ impl<B: Backend> Shared<B> {
         }
         if terms.pinned {
             return Ok(Err(Setback::Shortage(Shortage::Memory)));
+        }
+        if request.class == SizeClass::Small
+            && !cell.is_short()
+            && let Some(block) = self.search_siblings(cell, request, trace)
+        {
+            return Ok(Ok(block));
         }
         let now = self.now();
         if let Some(now) = now
@@ -277,7 +294,7 @@ impl<B: Backend> Shared<B> {
             supply = self.supply(store, cell, terms, &quiet);
         }
         let window = {
-            let state = cell.state.lock();
+            let state = cell.lock();
             let (heap, layout) = (&state.body.heap, store.layout());
             window::find(heap, &layout, &supply.stock, request.class, request.rounded)
         };
@@ -306,6 +323,12 @@ impl<B: Backend> Shared<B> {
             };
             task.compose(&behind, &apart)
         };
+        if request.class == SizeClass::Small
+            && plan.created() > headroom
+            && let Some(block) = self.search_siblings(cell, request, trace)
+        {
+            return Ok(Ok(block));
+        }
         if device.limit().is_some_and(|limit| device.reserved() + plan.created() > limit) {
             return Ok(Err(Setback::Shortage(Shortage::Memory)));
         }
@@ -347,7 +370,7 @@ impl<B: Backend> Shared<B> {
         request: &Request,
         room: u64,
     ) -> Option<(Site, Site)> {
-        let state = cell.state.lock();
+        let state = cell.lock();
         let heap = &state.body.heap;
         let layout = store.layout();
         let segments = heap.segments.iter();
@@ -394,7 +417,7 @@ impl<B: Backend> Shared<B> {
             }
             Err(error) => return Err(backend_error(error)),
         };
-        let mut state = cell.state.lock();
+        let mut state = cell.lock();
         let heap = &mut state.body.heap;
         let segment = heap.segments.next_id();
         // Holes end where a byte belongs to another view, which is at any block boundary.
@@ -403,7 +426,7 @@ impl<B: Backend> Shared<B> {
     }
 
     fn own_stock(&self, store: &Store<B>, cell: &HeapCell<B>, least: stock::Least) -> Supply<B> {
-        let state = cell.state.lock();
+        let state = cell.lock();
         let layout = store.layout();
         let mut stock = Stock::new(&layout);
         stock.add_own(&state.body.heap, &layout, least);
@@ -412,7 +435,8 @@ impl<B: Backend> Shared<B> {
     }
 
     /// The other heaps of a device with memory to give: what was free in them at their clock is
-    /// nobody's. Asks their streams without waiting, unless told to wait.
+    /// nobody's. Asks their streams without waiting, unless told to wait; those of its own stream need
+    /// not be asked.
     fn quiet_heaps(&self, cell: &HeapCell<B>, waiting: bool) -> AllocResult<Vec<Quiet<B>>, B> {
         let source = cell.owner().1;
         let mut quiet = Vec::new();
@@ -422,9 +446,12 @@ impl<B: Backend> Shared<B> {
             if away || !has_idle_pages(&other) {
                 continue;
             }
-            if let Some(clock) = self.quiet_since(&other, waiting)? {
-                quiet.push((other, clock));
-            }
+            let clock = if cell.is_sibling(&other) {
+                Some(other.state.lock().body.heap.clock)
+            } else {
+                self.quiet_since(&other, waiting)?
+            };
+            quiet.extend(clock.map(|clock| (other, clock)));
         }
         Ok(quiet)
     }
@@ -439,7 +466,7 @@ impl<B: Backend> Shared<B> {
             if cell.pool().is_pinned() || !has_idle_pages(&cell) || cell.mark.lock().is_some() {
                 continue;
             }
-            let clock = cell.state.lock().body.heap.clock;
+            let clock = cell.lock().body.heap.clock;
             if let Ok(Some(event)) = self.record(&cell.stream) {
                 *cell.mark.lock() = Some((clock, event));
             }
@@ -447,7 +474,7 @@ impl<B: Backend> Shared<B> {
     }
 
     fn quiet_since(&self, cell: &HeapCell<B>, waiting: bool) -> AllocResult<Option<u32>, B> {
-        let clock = cell.state.lock().body.heap.clock;
+        let clock = cell.lock().body.heap.clock;
         // Any stream but the caller's may begin to capture, or join a capture, at any moment then (I9).
         let only_marks = self.captures_under_way();
         if waiting && !only_marks {
@@ -486,7 +513,7 @@ impl<B: Backend> Shared<B> {
         let small = if terms.desperate { BLOCK_BYTES_MIN } else { BLOCK_OF_PAGES };
         let mut supply = self.own_stock(store, cell, [small, BLOCK_BYTES_MIN]);
         for (other, clock) in quiet {
-            let state = other.state.lock();
+            let state = other.lock();
             let heap = &state.body.heap;
             supply.stock.add_whole(supply.cells.len(), heap, &store.layout(), *clock);
             drop(state);
@@ -506,7 +533,7 @@ struct Supply<B: Backend> {
 }
 
 fn has_idle_pages<B: Backend>(cell: &HeapCell<B>) -> bool {
-    let state = cell.state.lock();
+    let state = cell.lock();
     let classes = &state.body.heap.classes;
     classes.iter().any(|class| class.free.best_fit(BLOCK_OF_PAGES).is_some())
 }

@@ -68,7 +68,7 @@ impl<B: Backend> Shared<B> {
         window: &[Return],
         supply: &Supply<B>,
     ) {
-        let state = cell.state.lock();
+        let state = cell.lock();
         let mut layout = store.layout();
         for back in window {
             let piece = &supply.stock.pieces[back.piece];
@@ -132,7 +132,7 @@ impl<B: Backend> Shared<B> {
     /// Takes the free block that a site begins with. `None` if it is not there any more.
     fn hold_left(&self, cell: &HeapCell<B>, site: &Site) -> Option<Option<BlockIdx>> {
         let Some((block, bytes)) = site.left else { return Some(None) };
-        let mut state = cell.state.lock();
+        let mut state = cell.lock();
         let heap = &mut state.body.heap;
         let current = &heap.blocks[block];
         let same =
@@ -145,7 +145,7 @@ impl<B: Backend> Shared<B> {
 
     fn let_go(&self, cell: &HeapCell<B>, held: Option<BlockIdx>) {
         if let Some(held) = held {
-            cell.state.lock().body.heap.abandon_growth(held);
+            cell.lock().body.heap.abandon_growth(held);
         }
     }
 

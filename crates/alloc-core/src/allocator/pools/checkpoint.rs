@@ -81,7 +81,7 @@ impl<B: Backend> PoolRef<B> {
         self.settle_events(&mut op.trace)?;
         let mut marks = HashMap::new();
         for cell in home.heaps_of(pool.id()) {
-            let state = cell.state.lock();
+            let state = cell.lock();
             let mut blocks = state.body.heap.blocks.iter().map(|(_, block)| block);
             let pending = |state| matches!(state, BlockState::Draining { .. });
             if let Some(block) = blocks.find(|block| pending(block.state)) {
@@ -120,7 +120,7 @@ impl<B: Backend> PoolRef<B> {
         let cells = home.heaps_of(pool.id());
         let mut waited = Uses::new();
         for cell in &cells {
-            let uses = cell.state.lock().body.stale_uses(marks(cell));
+            let uses = cell.lock().body.stale_uses(marks(cell));
             waited.extend(uses.map_err(|obstacle| self.flaw_of(obstacle))?);
         }
         self.wait_for_uses(&waited)?;
@@ -141,7 +141,7 @@ impl<B: Backend> PoolRef<B> {
     /// Addresses of the live blocks of this pool, in order.
     pub fn live_blocks(&self) -> Vec<Addr> {
         let cells = self.shared.devices[self.device.index()].heaps_of(self.id());
-        let live = |cell: &Arc<HeapCell<B>>| cell.state.lock().body.heap.live_marks();
+        let live = |cell: &Arc<HeapCell<B>>| cell.lock().body.heap.live_marks();
         let mut addrs: Vec<_> = cells.iter().flat_map(live).map(|mark| mark.addr).collect();
         addrs.sort_unstable();
         addrs

@@ -29,7 +29,7 @@ impl<B: Backend> Shared<B> {
             lends && !pool.is_unreferenced() && !pool.is_pinned()
         });
         let lent = open.clone().find_map(|pool| {
-            let lender = device.heaps.read().by_owner.get(&(pool.id(), cell.stream_id)).cloned();
+            let lender = device.heaps.read().by_owner.get(&(pool.id(), cell.stream_id, 0)).cloned();
             self.search(&*lender?, request, trace)
         });
         if open.next().is_some() && !steps.contains(&LadderStep::UseOnOom) {

@@ -111,8 +111,7 @@ impl<B: Backend> Shared<B> {
         let mut private = device.pools.private.write();
         let Some(Registered { pool, .. }) = private.get(&id) else { return };
         let mut heaps = device.heaps.write();
-        let holds_memory =
-            |cell: &Arc<HeapCell<B>>| !cell.state.lock().body.heap.segments.is_empty();
+        let holds_memory = |cell: &Arc<HeapCell<B>>| !cell.lock().body.heap.segments.is_empty();
         if pool.is_idle() && !heaps.of_pool(id).any(holds_memory) {
             let ended = private.remove(&id);
             heaps.vacate(id);

@@ -1,6 +1,7 @@
 //! Scopes: which requests go to which pool.
 
 use super::{Hold, Pool, PoolRef};
+use crate::allocator::thread::ThreadTag;
 use crate::allocator::{AllocResult, HeapCell, Shared};
 use crate::backend::{Backend, CaptureId, CaptureStatus, Stream};
 use crate::sync::RwLock;
@@ -50,16 +51,6 @@ impl<S> fmt::Debug for ScopeFilter<S> {
     }
 }
 
-/// Names a thread for the life of the process.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-struct ThreadTag(u64);
-
-static NEXT_THREAD: AtomicU64 = AtomicU64::new(0);
-
-crate::sync::thread_local! {
-    static THREAD: ThreadTag = ThreadTag(NEXT_THREAD.fetch_add(1, Ordering::Relaxed));
-}
-
 /// A scope in force.
 struct Scope<S> {
     filter: ScopeFilter<S>,
@@ -88,7 +79,7 @@ impl<S: Stream> Scope<S> {
     /// The bits of [`Scopes::mask`] of which a claimed request has one at least.
     fn mask(&self) -> u64 {
         match &self.filter {
-            ScopeFilter::CurrentThread => bit(self.thread.0),
+            ScopeFilter::CurrentThread => bit(self.thread.number()),
             ScopeFilter::Stream(id) => bit(id.get()),
             ScopeFilter::All | ScopeFilter::Capture(_) | ScopeFilter::When(_) => u64::MAX,
         }
@@ -124,7 +115,7 @@ impl<B: Backend> Scopes<B> {
 
     /// The scopes, if one of them may claim a request on `stream` from this thread.
     fn candidates(&self, thread: ThreadTag, stream: &B::Stream) -> Option<ScopeList<B::Stream>> {
-        let bits = bit(thread.0) | bit(stream.id().get());
+        let bits = bit(thread.number()) | bit(stream.id().get());
         (self.mask.load(Ordering::Relaxed) & bits != 0).then(|| Arc::clone(&self.list.read()))
     }
 
@@ -159,7 +150,7 @@ impl<B: Backend> Shared<B> {
             return Ok(None);
         }
         let status = self.capture_status(&cell.stream)?;
-        let thread = THREAD.with(|tag| *tag);
+        let thread = ThreadTag::current();
         let scopes = &self.devices[cell.device.index()].pools.scopes;
         let Some(list) = scopes.candidates(thread, &cell.stream) else { return Ok(None) };
         let in_hand = InHand { shared: self, device: cell.device, list };
@@ -262,7 +253,7 @@ impl<B: Backend> PoolRef<B> {
     /// Sends the requests that `filter` claims to this pool while the scope lives.
     pub fn scope(&self, filter: ScopeFilter<B::Stream>) -> PoolScope<B> {
         let pool: &Arc<Pool> = &self.pool;
-        let thread = THREAD.with(|tag| *tag);
+        let thread = ThreadTag::current();
         let scope = Arc::new(Scope { filter, thread, pool: Hold::new(pool) });
         let scopes = &self.shared.devices[self.device.index()].pools.scopes;
         scopes.change(|list| list.push(Arc::clone(&scope)));

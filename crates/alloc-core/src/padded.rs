@@ -1,4 +1,4 @@
-//! Keeps neighbours in an array off each other's cache lines.
+//! Keeps neighbours off each other's cache lines.
 
 use std::ops::Deref;
 
