@@ -159,15 +159,15 @@ fn idle_handles_of_a_shard_serve_the_whole_stream() {
 fn free_blocks_of_all_shards_are_used_before_memory_runs_out() {
     let (judged, stream) = judged(&format!("{DIVIDED},{TIGHT}"));
     judged.subject.set_memory_limit(DEV0, Some(32 * MIB)).unwrap();
-    let (addrs, _) = elsewhere(|| exhaust(&judged, 100 * KIB, &stream));
+    let (addrs, _) = elsewhere(|| exhaust(&judged, 96 * KIB, &stream));
     let (odd, even): (Vec<_>, Vec<_>) =
         addrs.iter().enumerate().partition(|(place, _)| place % 2 == 1);
     free_all(&judged, odd.iter().map(|(_, addr)| **addr));
-    let (again, report) = elsewhere(|| exhaust(&judged, 100 * KIB, &stream));
+    let (again, report) = elsewhere(|| exhaust(&judged, 96 * KIB, &stream));
     assert_eq!(again.len(), odd.len(), "every gap serves");
     let [heap] = &report.heaps[..] else { panic!("one stream, one entry: {report:?}") };
     assert_eq!(heap.reserved, 32 * MIB);
-    assert_eq!(heap.allocated, 100 * KIB * addrs.len() as u64);
+    assert_eq!(heap.allocated, 96 * KIB * addrs.len() as u64);
     assert_eq!(heap.allocated + heap.cached, heap.reserved);
     // Foreign frees: this thread has had none of the blocks.
     free_all(&judged, again.into_iter().chain(even.into_iter().map(|(_, addr)| *addr)));
