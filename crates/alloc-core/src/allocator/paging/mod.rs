@@ -407,8 +407,8 @@ impl<B: Backend> Shared<B> {
             return Ok(Err(Shortage::Memory));
         }
         let unit = store.granularity(cell.device).max(SEGMENT_ALIGN);
-        let usual = self.settings.lock().reserve_bytes(total, unit, None);
-        let bytes = usual.max(room.next_multiple_of(unit));
+        let usual = self.settings.lock().reserve_bytes(total, unit, None) / cell.sharing();
+        let bytes = usual.max(room).next_multiple_of(unit);
         let flaw = |base, actual| self.flaw(base, actual, bytes);
         let base = match store.reserve(cell.device, bytes, &flaw) {
             Ok(Ok(base)) => base,
