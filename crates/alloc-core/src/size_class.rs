@@ -161,20 +161,34 @@ pub fn round_request(bytes: u64, divisions: &RoundupDivisions) -> u64 {
     }
 }
 
-/// Up to this many bytes, [`round_to_few`] changes nothing.
-const FINE_BYTES_MAX: u64 = 32 * BLOCK_BYTES_MIN;
+/// Policy `ours` has few sizes in the small class, so that what is freed is soon asked for again: all
+/// multiples of [`BLOCK_BYTES_MIN`] up to sixteen of them, then eight to a power of two. That costs up
+/// to an eighth of a class that holds about a hundredth of a program's memory.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct FewSize {
+    /// A multiple of [`BLOCK_BYTES_MIN`].
+    pub(crate) bytes: u64,
+    /// Which one it is, from 1 on.
+    pub(crate) number: usize,
+}
 
-/// Policy `ours` has sixteen sizes of the small class to a power of two from 16 KiB on, so that what is
-/// freed is soon asked for again. It costs up to a sixteenth of a class that holds a hundredth of a
-/// program's memory. `rounded` is a multiple of [`BLOCK_BYTES_MIN`].
-#[inline]
-pub(crate) const fn round_to_few(rounded: u64) -> u64 {
-    // One comparison: what is below wraps around.
-    if rounded.wrapping_sub(FINE_BYTES_MAX) > OURS_SMALL_BYTES_MAX - FINE_BYTES_MAX {
-        return rounded;
+impl FewSize {
+    /// The sizes to a power of two, as a power of two.
+    const STEPS: u32 = 3;
+    /// The largest small class that any heap may have.
+    pub(crate) const BYTES_MAX: u64 = 2 << 20;
+    /// How many there are, and one more.
+    pub(crate) const COUNT: usize = FewSize::of(FewSize::BYTES_MAX).number + 1;
+
+    /// The least that is not below `rounded`, a multiple of [`BLOCK_BYTES_MIN`].
+    #[inline]
+    pub(crate) const fn of(rounded: u64) -> Self {
+        let last = rounded / BLOCK_BYTES_MIN - 1;
+        let step = (last | 1 << FewSize::STEPS).ilog2() - FewSize::STEPS;
+        let count = (last >> step) + 1;
+        let number = (step << FewSize::STEPS) as u64 + count;
+        FewSize { bytes: (count << step) * BLOCK_BYTES_MIN, number: number as usize }
     }
-    let step = 1 << ((rounded - 1).ilog2() - 4);
-    rounded.next_multiple_of(step)
 }
 
 /// `bytes` rounded up to one of the `divisions` equal steps of its power-of-two interval.
@@ -218,18 +232,21 @@ mod tests {
     }
 
     #[test]
-    fn few_sizes_are_a_sixteenth_apart_at_most() {
-        let mut sizes = Vec::new();
-        for rounded in (512..=2 * MIB).step_by(512) {
-            let few = round_to_few(rounded);
-            assert!(few >= rounded && few.is_multiple_of(512) && round_to_few(few) == few);
-            assert!((few - rounded) * 16 < rounded, "{rounded} becomes {few}");
-            assert!(few == rounded || rounded > 16 << 10 && few <= OURS_SMALL_BYTES_MAX);
-            if few <= OURS_SMALL_BYTES_MAX && sizes.last() != Some(&few) {
-                sizes.push(few);
+    fn few_sizes_are_numbered_and_an_eighth_apart_at_most() {
+        let mut sizes = vec![0];
+        for rounded in (512..=FewSize::BYTES_MAX).step_by(512) {
+            let few = FewSize::of(rounded);
+            assert!(few.bytes >= rounded && few.bytes.is_multiple_of(512));
+            assert!((few.bytes - rounded) * 8 < rounded, "{rounded} becomes {few:?}");
+            assert_eq!(FewSize::of(few.bytes), few);
+            if sizes.last() != Some(&few.bytes) {
+                sizes.push(few.bytes);
             }
+            assert_eq!(few.number, sizes.len() - 1);
         }
-        assert_eq!(sizes.len(), 32 + 4 * 16);
+        assert_eq!(sizes.len(), FewSize::COUNT);
+        assert_eq!(sizes[..17], std::array::from_fn::<u64, 17, _>(|n| 512 * n as u64));
+        assert!(sizes.contains(&OURS_SMALL_BYTES_MAX));
     }
 
     #[test]

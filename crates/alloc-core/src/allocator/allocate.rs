@@ -163,10 +163,10 @@ impl<B: Backend> HeapBody<B> {
         requested: u64,
         ledger: &mut Ledger<'_>,
     ) -> Result<HandedOut, Request> {
-        let rounded = self.heap.rules.round(requested);
+        let (rounded, list) = self.heap.rules.round(requested);
         let class = SizeClass::of(rounded, self.heap.rules.small_bytes_max);
         let expandable = self.heap.rules.expandable;
-        let request = Request { requested, rounded, class, expandable };
+        let request = Request { requested, rounded, class, expandable, list };
         let block = self.heap.serve_hit(&request, ledger).ok_or(request)?;
         Ok(self.handed_out(block))
     }

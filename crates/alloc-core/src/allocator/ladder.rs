@@ -50,6 +50,11 @@ impl<B: Backend> Shared<B> {
                 None => self.climb_locked(cell, request, &mut op.trace, &mut steps)?,
             }
         };
+        if let Err(Shortage::Addresses(_)) = served
+            && let Some((first, request)) = self.without_shard(cell, request)
+        {
+            return self.climb(&first, &request, op);
+        }
         served.map_err(|shortage| self.out_of_memory(cell, request, shortage, steps, op))
     }
 
@@ -74,7 +79,7 @@ impl<B: Backend> Shared<B> {
         if let Ok(block) = self.grow(cell, request, false, trace)? {
             return Ok(Ok(block));
         }
-        if let Some(block) = self.served_by_others(cell, request, steps, trace) {
+        if let Some(block) = self.lent_by_pools(cell, request, steps, trace) {
             return Ok(Ok(block));
         }
         if self.release_oversize(cell, request, trace)? {
@@ -96,7 +101,7 @@ impl<B: Backend> Shared<B> {
             if let Ok(block) = self.grow(cell, request, true, trace)? {
                 return Ok(Ok(block));
             }
-            if let Some(block) = self.served_by_others(cell, request, steps, trace) {
+            if let Some(block) = self.lent_by_pools(cell, request, steps, trace) {
                 return Ok(Ok(block));
             }
         }
@@ -126,7 +131,7 @@ impl<B: Backend> Shared<B> {
             Ok(block) => return Ok(Ok(block)),
             Err(shortage) => shortage,
         };
-        if let Some(block) = self.served_by_others(cell, request, steps, trace) {
+        if let Some(block) = self.lent_by_pools(cell, request, steps, trace) {
             return Ok(Ok(block));
         }
         if !self.may_process_events(self.capture_status(&cell.stream)?) {
@@ -161,18 +166,6 @@ impl<B: Backend> Shared<B> {
                 None => held.push(stream),
             }
         }
-    }
-
-    /// Serves the request from the free blocks of other heaps whose memory the stream may use.
-    fn served_by_others(
-        &self,
-        cell: &HeapCell<B>,
-        request: &Request,
-        steps: &mut Vec<LadderStep>,
-        trace: &mut TraceBuffer,
-    ) -> Option<HandedOut> {
-        let found = self.search_siblings(cell, request, trace);
-        found.or_else(|| self.lent_by_pools(cell, request, steps, trace))
     }
 
     /// Serves the request from the heap's free blocks, if one fits.

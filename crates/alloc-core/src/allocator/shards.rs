@@ -15,7 +15,7 @@ use super::{Device, Shared};
 use crate::backend::Backend;
 use crate::config::{FREES_WATCHED, Rules, SHARDS_MAX};
 use crate::heap::Request;
-use crate::size_class::REQUEST_BYTES_MAX;
+use crate::size_class::{REQUEST_BYTES_MAX, SizeClass};
 use crate::stats::Gauge;
 use crate::sync::OnceLock;
 use crate::trace::TraceBuffer;
@@ -159,6 +159,11 @@ impl<B: Backend> HeapCell<B> {
         self.bytes(Gauge::ReservedBytes) < active + self.slack(active)
     }
 
+    /// How many heaps share what one is for. They have one's address space together.
+    pub(super) fn sharing(&self) -> u64 {
+        if self.shard > 0 { u64::from(self.state.lock().body.heap.rules.shards) } else { 1 }
+    }
+
     /// The current value of a figure.
     pub(super) fn bytes(&self, gauge: Gauge) -> u64 {
         self.state.lock().stats.get(gauge).all.current as u64
@@ -202,6 +207,20 @@ impl<B: Backend> Shared<B> {
         let pool = cell.home.pools.default_pool();
         let shard = self.heap_at(pool, &cell.stream, place + 1);
         cell.shards.enter(place, shard).map(|shard| &**shard)
+    }
+
+    /// The heap that a request of a shard would be for if there were none, and the request as it would be
+    /// there: a shard may lack address space where the first heap has some.
+    pub(super) fn without_shard(
+        &self,
+        cell: &HeapCell<B>,
+        request: &Request,
+    ) -> Option<(Arc<HeapCell<B>>, Request)> {
+        let siblings = self.devices[cell.device.index()].siblings(cell);
+        let first = siblings.into_iter().find(|sibling| sibling.shard == 0)?;
+        let small_bytes_max = first.state.lock().body.heap.rules.small_bytes_max;
+        let class = SizeClass::of(request.rounded, small_bytes_max);
+        Some((first, Request { class, ..*request }))
     }
 
     /// Serves a request from what is free in the other heaps of its pool and stream.

@@ -7,9 +7,10 @@ pub use ours::OursSettings;
 pub(crate) use ours::{FREES_WATCHED, SHARD_BYTES_MAX, SHARDS_MAX};
 pub use parse::ConfError;
 
+use crate::heap::LARGE_LIST;
 use crate::size_class::{
-    BLOCK_BYTES_MIN, LARGE_SEGMENT_BYTES, OURS_SMALL_BYTES_MAX, RoundupDivisions, SMALL_BYTES_MAX,
-    round_request, round_to_few, segment_bytes,
+    BLOCK_BYTES_MIN, FewSize, LARGE_SEGMENT_BYTES, OURS_SMALL_BYTES_MAX, RoundupDivisions,
+    SMALL_BYTES_MAX, round_request, segment_bytes,
 };
 use std::collections::BTreeMap;
 
@@ -297,6 +298,9 @@ pub(crate) struct Rules {
     pub(crate) collisions: u32,
 }
 
+const _: () =
+    assert!(SHARD_BYTES_MAX <= FewSize::BYTES_MAX && SMALL_BYTES_MAX <= FewSize::BYTES_MAX);
+
 impl Rules {
     pub(crate) fn new(
         policy: Policy,
@@ -344,13 +348,22 @@ impl Rules {
         Rules { small_bytes_max: self.shard_bytes_max, ..self }
     }
 
+    /// The bytes that a request gets at least, and the list of blocks that wait for it.
     #[inline]
-    pub(crate) fn round(&self, requested: u64) -> u64 {
-        if self.plain_rounding {
-            let rounded = requested.next_multiple_of(BLOCK_BYTES_MIN);
-            return if self.waiting_max > 0 { round_to_few(rounded) } else { rounded };
+    pub(crate) fn round(&self, requested: u64) -> (u64, usize) {
+        let rounded = if self.plain_rounding {
+            requested.next_multiple_of(BLOCK_BYTES_MIN)
+        } else {
+            round_request(requested, &self.roundup)
+        };
+        if (self.waiting_max == 0) | (rounded > self.small_bytes_max) {
+            return (rounded, LARGE_LIST);
         }
-        round_request(requested, &self.roundup)
+        let few = FewSize::of(rounded);
+        if few.bytes > self.small_bytes_max {
+            return (rounded, LARGE_LIST);
+        }
+        (few.bytes, few.number)
     }
 
     pub(crate) const fn segment_bytes(&self, rounded: u64) -> u64 {

@@ -22,7 +22,8 @@ pub struct OursSettings {
     /// `ours_ahead`: within the margin, up to this many times the request is created at once.
     pub ahead: u32,
     /// `ours_step`, from 0 to 1 without 1: within the margin, at least this fraction of what was ever
-    /// needed is created at once, in one handle. Larger means fewer driver calls and more memory.
+    /// needed is created at once, in one handle; where memory is tight less of it, a seventh and half
+    /// of what lies free. Larger means fewer driver calls and more memory.
     pub step: f64,
     /// `ours_handle_max_mb`, in bytes: the largest physical handle to create for usual growth.
     pub handle_bytes_max: u64,
@@ -42,8 +43,8 @@ pub struct OursSettings {
     /// when they are known to be unused, and no part of the handle moves.
     pub views_max: u32,
     /// `ours_waiting_max`: freed blocks that a stream keeps as they are for requests of the same size,
-    /// until memory is short. The requests of up to 256 KiB that this serves best are rounded to
-    /// sixteen sizes a power of two. 0: blocks merge with free neighbours at once, and every request is
+    /// until memory is short. Requests of 8 to 256 KiB, which this serves best, are rounded to
+    /// eight sizes a power of two. 0: blocks merge with free neighbours at once, and every request is
     /// rounded to 512 bytes.
     pub waiting_max: u32,
     /// `ours_stall_share`, from 0 to 1 without 1: the share of time that moving memory may take, where
@@ -69,9 +70,9 @@ impl OursSettings {
     /// still less than PyTorch's expandable segments take.
     pub fn speed() -> Self {
         OursSettings {
-            margin: 0.02,
+            margin: 0.025,
             ahead: 1,
-            step: 0.006,
+            step: 0.02,
             handle_bytes_max: 1 << 30,
             handle_bytes_calm: 1 << 30,
             part_bytes_min: 4 << 20,

@@ -12,7 +12,7 @@ mod restore;
 mod segment;
 
 pub(crate) use expandable::PageRun;
-pub(crate) use recent::Recent;
+pub(crate) use recent::{LARGE_LIST, Recent};
 pub(crate) use restore::{LiveMark, Obstacle, Restoration};
 pub(crate) use segment::{SegmentId, SegmentInfo, SegmentKind, SegmentTable};
 
@@ -77,6 +77,8 @@ pub(crate) struct Request {
     pub(crate) class: SizeClass,
     /// Whether the request may use and grow expandable segments.
     pub(crate) expandable: bool,
+    /// Where blocks of its size wait.
+    pub(crate) list: usize,
 }
 
 /// The bookkeeping of one heap.

@@ -11,34 +11,34 @@
 //! and only until the next request of that class.
 
 use super::{Heap, Ledger, Request};
-use crate::block::{BlockIdx, BlockState};
-use crate::size_class::{BLOCK_BYTES_MIN, OURS_SMALL_BYTES_MAX, SizeClass};
+use crate::block::{Block, BlockIdx, BlockState};
+use crate::size_class::{FewSize, SizeClass};
 
-/// One list for each size of the small class; the first is the large class's.
-const LISTS: usize = (OURS_SMALL_BYTES_MAX / BLOCK_BYTES_MIN) as usize + 1;
-const LARGE: usize = 0;
+/// The list of the large class; the others are numbered as the sizes of the small class are.
+pub(crate) const LARGE_LIST: usize = 0;
 
 /// The blocks that wait, by size; each list is linked through [`BlockState::Waiting`].
 #[derive(Debug)]
 pub(crate) struct Recent {
-    first: [Option<BlockIdx>; LISTS],
+    first: [Option<BlockIdx>; FewSize::COUNT],
     /// How many wait.
     len: u32,
 }
 
 impl Default for Recent {
     fn default() -> Self {
-        Recent { first: [None; LISTS], len: 0 }
+        Recent { first: [None; FewSize::COUNT], len: 0 }
     }
 }
 
-/// The list of a size in one class.
+/// The list that a block may wait in; `None` if it was cut before sizes were few.
 #[inline]
-fn list_of(class: SizeClass, bytes: u64) -> usize {
-    match class {
-        SizeClass::Small => (bytes / BLOCK_BYTES_MIN) as usize,
-        SizeClass::Large => LARGE,
+fn list_of(block: &Block) -> Option<usize> {
+    if block.class == SizeClass::Large {
+        return Some(LARGE_LIST);
     }
+    let few = FewSize::of(block.bytes);
+    ((few.bytes == block.bytes) & (few.number < FewSize::COUNT)).then_some(few.number)
 }
 
 impl Heap {
@@ -46,16 +46,12 @@ impl Heap {
     #[inline]
     pub(super) fn put_off(&mut self, id: BlockIdx) {
         let block = &mut self.blocks[id];
-        let list = list_of(block.class, block.bytes);
-        let Some(first) = self.recent.first.get_mut(list) else {
-            // Larger than its class, since the settings changed.
-            return self.merge_late(id);
-        };
-        let next = first.replace(id);
+        let Some(list) = list_of(block) else { return self.merge_late(id) };
+        let next = self.recent.first[list].replace(id);
         block.state = BlockState::Waiting { next };
         self.recent.len += 1;
-        if (self.recent.len > self.rules.waiting_max) | ((list == LARGE) & next.is_some()) {
-            self.make_room(next.filter(|_| list == LARGE));
+        if (self.recent.len > self.rules.waiting_max) | ((list == LARGE_LIST) & next.is_some()) {
+            self.make_room(next.filter(|_| list == LARGE_LIST));
         }
     }
 
@@ -68,29 +64,29 @@ impl Heap {
     #[inline(never)]
     fn make_room(&mut self, large: Option<BlockIdx>) {
         let Some(large) = large else { return self.settle_all() };
-        if let Some(latest) = self.recent.first[LARGE] {
+        if let Some(latest) = self.recent.first[LARGE_LIST] {
             self.blocks[latest].state = BlockState::Waiting { next: None };
         }
         self.recent.len -= 1;
         self.merge_and_insert(large);
     }
 
-    /// Serves a request from the lists or else from the free index.
+    /// Serves a request from its list or else from the free index.
     #[inline]
     pub(crate) fn serve_hit(
         &mut self,
         request: &Request,
         ledger: &mut Ledger<'_>,
     ) -> Option<BlockIdx> {
-        let list = list_of(request.class, request.rounded);
-        let Some(Some(first)) = self.recent.first.get(list).copied() else {
+        let list = request.list;
+        let Some(first) = self.recent.first[list] else {
             return self.serve_index(request, ledger);
         };
         let block = &self.blocks[first];
         let BlockState::Waiting { next } = block.state else {
             unreachable!("I4: a block in a list waits")
         };
-        let fits = block.bytes == request.rounded;
+        let fits = (block.bytes == request.rounded) & (block.class == request.class);
         self.recent.first[list] = next;
         self.recent.len -= 1;
         if !fits {
@@ -122,7 +118,7 @@ impl Heap {
 
     #[inline(never)]
     fn settle_all(&mut self) {
-        for list in 0..LISTS {
+        for list in 0..FewSize::COUNT {
             let mut first = self.recent.first[list].take();
             while let Some(id) = first {
                 let BlockState::Waiting { next } = self.blocks[id].state else {
@@ -144,7 +140,7 @@ impl Heap {
             while let Some(id) = cursor {
                 let block = &self.blocks[id];
                 let BlockState::Waiting { next } = block.state else { return None };
-                if list_of(block.class, block.bytes) != list || listed == self.recent.len as usize {
+                if list_of(block) != Some(list) || listed == self.recent.len as usize {
                     return None;
                 }
                 listed += 1;

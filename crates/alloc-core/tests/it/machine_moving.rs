@@ -56,13 +56,17 @@ fn options(rng: &mut Rng) -> String {
     let mut choose = |choices: &[u64]| choices[rng.below(choices.len() as u64) as usize];
     format!(
         "ours_margin:0,ours_margin_min_mb:{},ours_handle_max_mb:{},ours_handle_calm_mb:{},\
-         ours_part_min_kb:{},ours_ahead:{},ours_views_max:{}",
+         ours_part_min_kb:{},ours_ahead:{},ours_views_max:{},ours_collisions:{},\
+         ours_shard_max_kb:{}",
         choose(&[0, 8]),
         choose(&[2, 6, 14]),
         choose(&[2, 32]),
         choose(&[4, 1024]),
         choose(&[1, 4]),
         choose(&[1, 2, 8]),
+        // The thread has a shard from the start, or none.
+        choose(&[0, 64]),
+        choose(&[64, 512, 2048]),
     )
 }
 

@@ -159,15 +159,15 @@ fn idle_handles_of_a_shard_serve_the_whole_stream() {
 fn free_blocks_of_all_shards_are_used_before_memory_runs_out() {
     let (judged, stream) = judged(&format!("{DIVIDED},{TIGHT}"));
     judged.subject.set_memory_limit(DEV0, Some(32 * MIB)).unwrap();
-    let (addrs, _) = elsewhere(|| exhaust(&judged, 100 * KIB, &stream));
+    let (addrs, _) = elsewhere(|| exhaust(&judged, 96 * KIB, &stream));
     let (odd, even): (Vec<_>, Vec<_>) =
         addrs.iter().enumerate().partition(|(place, _)| place % 2 == 1);
     free_all(&judged, odd.iter().map(|(_, addr)| **addr));
-    let (again, report) = elsewhere(|| exhaust(&judged, 100 * KIB, &stream));
+    let (again, report) = elsewhere(|| exhaust(&judged, 96 * KIB, &stream));
     assert_eq!(again.len(), odd.len(), "every gap serves");
     let [heap] = &report.heaps[..] else { panic!("one stream, one entry: {report:?}") };
     assert_eq!(heap.reserved, 32 * MIB);
-    assert_eq!(heap.allocated, 100 * KIB * addrs.len() as u64);
+    assert_eq!(heap.allocated, 96 * KIB * addrs.len() as u64);
     assert_eq!(heap.allocated + heap.cached, heap.reserved);
     // Foreign frees: this thread has had none of the blocks.
     free_all(&judged, again.into_iter().chain(even.into_iter().map(|(_, addr)| *addr)));
@@ -187,6 +187,41 @@ fn pending_blocks_of_other_shards_are_waited_for() {
     let served = elsewhere(|| judged.allocate(100 * KIB, &stream).unwrap());
     assert_eq!(served, last);
     free_all(&judged, addrs.into_iter().chain([served]));
+    ends(judged);
+}
+
+/// It waits for no more than that.
+#[test]
+fn a_request_is_served_as_soon_as_any_shard_can() {
+    let (judged, stream) = judged(&format!("{DIVIDED},{TIGHT}"));
+    let sides = [(); 2].map(|()| judged.backend.stream(DEV0));
+    judged.subject.set_memory_limit(DEV0, Some(8 * MIB)).unwrap();
+    let (mut addrs, _) = elsewhere(|| exhaust(&judged, 100 * KIB, &stream));
+    let pending = [addrs.swap_remove(3), addrs.swap_remove(9)];
+    for (addr, side) in pending.into_iter().zip(&sides) {
+        judged.use_on(addr, side).unwrap();
+        judged.free(addr).unwrap();
+    }
+    judged.backend.take_log();
+    let served = elsewhere(|| judged.allocate(100 * KIB, &stream).unwrap());
+    assert_eq!((served, calls(&judged, Call::Wait)), (pending[0], 1));
+    free_all(&judged, addrs.into_iter().chain([served]));
+    ends(judged);
+}
+
+/// A shard without addresses leaves its requests to the heap of the stream, which has some.
+#[test]
+fn shards_do_without_address_space() {
+    // A heap reserves nine eighths of the device, a shard a sixteenth of that.
+    let space = GIB + GIB / 8 + 16 * MIB;
+    let backend = MockBackend::builder().device(GIB).address_space(Addr::new(2 * MIB), space);
+    let backend = backend.strict().build();
+    let alloc = Alloc::with_virtual_memory(backend.clone(), config(Policy::Ours, DIVIDED)).unwrap();
+    let (stream, judged) = (backend.stream(DEV0), Judged::new(backend, alloc));
+    let large = judged.allocate(MIB, &stream).unwrap();
+    // Small there, large here.
+    assert_eq!(segments(&judged, 300 * KIB, &stream), 1);
+    free_all(&judged, [large]);
     ends(judged);
 }
 

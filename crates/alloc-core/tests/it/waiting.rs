@@ -108,7 +108,7 @@ fn one_large_block_waits() {
 /// Sizes are few only where blocks wait.
 #[test]
 fn without_waiting_requests_are_rounded_to_512_bytes() {
-    for (options, bytes) in [("", 17 * KIB), (",ours_waiting_max:0", 16 * KIB + 512)] {
+    for (options, bytes) in [("", 18 * KIB), (",ours_waiting_max:0", 16 * KIB + 512)] {
         let rig = rig(options);
         let block = rig.alloc(16 * KIB + 1, &rig.s(0));
         assert_eq!(block.bytes(), bytes);

@@ -154,8 +154,12 @@ impl<B: Backend> Shared<B> {
         let peak = device.needed_peak.fetch_max(needed, Ordering::Relaxed).max(needed);
         let margin = ((peak as f64 * knobs.margin) as u64).max(knobs.margin_bytes_min);
         let calm = cell.lock().body.heap.note_growth(request.class);
-        let step = if request.class == SizeClass::Small { 0.0 } else { peak as f64 * knobs.step };
-        let step = (step as u64).min(knobs.handle_bytes_max) / unit * unit;
+        let free = device.reserved().saturating_sub(needed - request.rounded);
+        let step = match request.class {
+            SizeClass::Small => 0,
+            SizeClass::Large => step_bytes(peak, knobs.step, free),
+        };
+        let step = step.min(knobs.handle_bytes_max) / unit * unit;
         let pinned = cell.pool().is_pinned();
         let line = peak.saturating_add(margin).saturating_add(device.pace.extra());
         let line = if cell.shard > 0 { line.saturating_add(usage.slack) } else { line };
@@ -404,8 +408,8 @@ impl<B: Backend> Shared<B> {
             return Ok(Err(Shortage::Memory));
         }
         let unit = store.granularity(cell.device).max(SEGMENT_ALIGN);
-        let usual = self.settings.lock().reserve_bytes(total, unit, None);
-        let bytes = usual.max(room.next_multiple_of(unit));
+        let usual = self.settings.lock().reserve_bytes(total, unit, None) / cell.sharing();
+        let bytes = usual.max(room).next_multiple_of(unit);
         let flaw = |base, actual| self.flaw(base, actual, bytes);
         let base = match store.reserve(cell.device, bytes, &flaw) {
             Ok(Ok(base)) => base,
@@ -536,6 +540,14 @@ fn has_idle_pages<B: Backend>(cell: &HeapCell<B>) -> bool {
     let state = cell.lock();
     let classes = &state.body.heap.classes;
     classes.iter().any(|class| class.free.best_fit(BLOCK_OF_PAGES).is_some())
+}
+
+/// What to create at once at least: `share` of what was ever needed, but little where little lies
+/// `free`. A program whose memory is used up when it grows may be near its peak, where all that is
+/// created ahead is too much; one that has holes loses more to them.
+fn step_bytes(peak: u64, share: f64, free: u64) -> u64 {
+    let whole = (peak as f64 * share) as u64;
+    whole.min(whole / 7 + free / 2)
 }
 
 /// The largest handle to create for a request: as large as the request or as usual, larger only if it
