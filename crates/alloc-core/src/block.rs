@@ -130,6 +130,16 @@ impl Block {
     pub(crate) const fn is_active(&self) -> bool {
         matches!(self.state, BlockState::Live | BlockState::Draining { .. })
     }
+
+    /// Whether the block can be one for which streams are recorded (`used`) or which is shared, or
+    /// neither (I10): a live one says whether it has either, a draining one can still be shared.
+    pub(crate) const fn can_have(&self, used: bool, shared: bool) -> bool {
+        match self.state {
+            BlockState::Live => self.used == (used || shared),
+            BlockState::Draining { .. } => !self.used && !used,
+            _ => !self.used && !used && !shared,
+        }
+    }
 }
 
 /// All blocks of a heap.
@@ -314,5 +324,30 @@ mod tests {
         assert_eq!(slab.resolve(old), None);
         assert_eq!(slab.resolve(slab.id(second)), Some(second));
         assert_eq!(slab.iter().count(), 1);
+    }
+
+    #[test]
+    fn streams_are_recorded_for_live_blocks_and_shares_for_active_ones() {
+        let (live, draining) = (BlockState::Live, BlockState::Draining { pending: 1 });
+        let idle = [BlockState::Free, BlockState::Unmapped, BlockState::Held];
+        // What the block says, whether streams are recorded, whether it is shared.
+        let sound = [
+            (live, [false, false, false]),
+            (live, [true, true, false]),
+            (live, [true, false, true]),
+            (live, [true, true, true]),
+            (draining, [false, false, false]),
+            (draining, [false, false, true]),
+        ];
+        for state in [live, draining].into_iter().chain(idle) {
+            for bits in 0..8 {
+                let flags = [0, 1, 2].map(|bit| bits >> bit & 1 == 1);
+                let expected =
+                    sound.contains(&(state, flags)) || (idle.contains(&state) && bits == 0);
+                let [says, used, shared] = flags;
+                let block = Block { state, used: says, ..block() };
+                assert_eq!(block.can_have(used, shared), expected, "{state:?}, {flags:?}");
+            }
+        }
     }
 }

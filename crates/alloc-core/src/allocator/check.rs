@@ -286,9 +286,7 @@ fn check_tokens<B: Backend>(body: &HeapBody<B>) -> Result<(), Violation> {
     let (mut uses, mut shares, mut good) = (0, 0, true);
     for (index, block) in body.heap.blocks.iter() {
         let (used, shared) = (body.uses.contains_key(&index), body.shares_of(index) > 0);
-        let live = block.state == BlockState::Live;
-        good &= block.used == (live && (used || shared)) && (live || !used);
-        good &= block.is_active() || !shared;
+        good &= block.can_have(used, shared);
         uses += usize::from(used);
         shares += usize::from(shared);
     }

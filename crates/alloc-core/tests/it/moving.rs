@@ -2,10 +2,10 @@
 //! again, when they go, and when they must not (E4).
 
 use crate::rig::*;
-use alloc_core::{Addr, Policy};
+use alloc_core::{Addr, AllocError, Policy};
 use mock_backend::{Call, CaptureMode, MockStream, Rng, Work};
 use std::collections::VecDeque;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 /// Handles as large as the requests they are made for, memory moves from the first shortage on.
@@ -254,6 +254,29 @@ fn what_moves_keeps_to_the_limit() {
     rig.free(kept);
 }
 
+/// Also where there is no time to move memory: then what is missing is created, but only up to the limit.
+#[test]
+fn haste_keeps_to_the_limit() {
+    for (limit, reserved) in [(24, 24), (22, 12)] {
+        let rig = Rig::new(Policy::Ours, &format!("{MOVING},ours_hurry_max:0.9"));
+        rig.set_memory_limit(DEV0, Some(limit * MIB)).unwrap();
+        let time = AtomicU64::new(0);
+        // Each look at the clock takes 60 ms, so two moves are more than there is time for.
+        rig.set_clock(move || Duration::from_millis(time.fetch_add(60, Ordering::Relaxed)));
+        for stream in [0, 1, 2] {
+            passing(&rig, 12 * MIB, &rig.s(stream));
+        }
+        assert_eq!((rig.reserved(), moves(&rig)), (12 * MIB, 2));
+        let kept = rig.alloc(8 * MIB, &rig.s(2));
+        match rig.try_alloc(12 * MIB, &rig.s(0)) {
+            Ok(block) => rig.free(block),
+            Err(error) => assert!(matches!(error, AllocError::OutOfMemory(_)), "{error}"),
+        }
+        assert_eq!(rig.reserved(), reserved * MIB, "with a limit of {limit} MiB");
+        rig.free(kept);
+    }
+}
+
 /// A part of a handle that moved returns when it is free: the handle becomes whole and can go back.
 #[test]
 fn a_handle_in_pieces_becomes_whole() {
@@ -274,6 +297,22 @@ fn a_handle_in_pieces_becomes_whole() {
     assert_eq!(rig.reserved(), 8 * MIB, "both handles went back");
     rig.free(other);
     rig.free(wall);
+}
+
+/// No part of a handle moves that has as many views as allowed: it would have one more.
+#[test]
+fn parts_of_handles_with_all_their_views_stay() {
+    for (views_max, created) in [(1, 10), (2, 2)] {
+        let rig = rig(views_max);
+        let s0 = rig.s(0);
+        let [large, _wall] = [12, 2].map(|mib| rig.alloc(mib * MIB, &s0));
+        rig.free(large);
+        let _low = rig.alloc(4 * MIB, &s0);
+        let _other = rig.alloc(6 * MIB, &rig.s(1));
+        asked(&rig);
+        let _block = rig.alloc(10 * MIB, &s0);
+        assert_eq!(asked(&rig).created, [created], "{views_max} views");
+    }
 }
 
 /// Of twelve handles that are to come together, another thread takes one at the last moment. Those that

@@ -239,13 +239,14 @@ impl<B: Backend> Shared<B> {
     }
 
     /// What to create where memory would be moved but there is no time for it: at least `need`. `None`
-    /// if there is time, or if nothing else is left than moving.
+    /// if there is time, or if nothing else is left than moving: at the limit of the device, too.
     fn hurried(&self, device: &Device<B>, terms: &Terms, now: Duration, need: u64) -> Option<u64> {
         let step = (terms.peak / STEPS_OF_HURRY).max(terms.knobs.margin_bytes_min).max(need);
         let step = step.next_multiple_of(terms.unit);
         let most = (terms.peak as f64 * terms.knobs.hurry_max) as u64;
         let share = terms.knobs.stall_share;
-        let hurried = !terms.desperate && !device.pace.has_time(now, share, step, most);
+        let allowed = self.within_limit(device, need, 0) == need;
+        let hurried = allowed && !terms.desperate && !device.pace.has_time(now, share, step, most);
         hurried.then_some(step)
     }
 
