@@ -98,7 +98,7 @@ impl Default for OursSettings {
             stall_share: 0.01,
             hurry_max: 0.5,
             shards: 16,
-            shard_bytes_max: 512 << 10,
+            shard_bytes_max: 1 << 20,
             collisions: 64,
         }
     }
