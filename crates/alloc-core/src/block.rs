@@ -74,7 +74,7 @@ pub(crate) struct Block {
     /// Address neighbours in the same segment. In a vacant place, `next` is the next vacant one.
     pub(crate) prev: Option<BlockIdx>,
     pub(crate) next: Option<BlockIdx>,
-    /// Times that this place in the slab was vacated.
+    /// Times that this place in the slab was vacated or its block freed.
     generation: u32,
     /// The heap's clock when part of the block last became free.
     pub(crate) freed_at: u32,
@@ -259,6 +259,7 @@ impl BlockSlab {
     }
 
     /// Makes all ids of a block stale; it stays where it is.
+    #[inline]
     pub(crate) fn renew(&mut self, index: BlockIdx) {
         let slot = &mut self.slots[index.get()];
         slot.generation = slot.generation.wrapping_add(1);

@@ -204,7 +204,7 @@ pub(crate) struct StatTable {
     is_part: bool,
     /// The highest values of what rose above its ceiling since that was looked at.
     risen: Rows,
-    /// Whether there are any.
+    /// Whether there are any. Every hit asks, and a flag is cheaper to ask than the list.
     has_risen: bool,
     oversize_allocations: Stat,
     oversize_segments: Stat,

@@ -7,7 +7,8 @@ pub(crate) const SHARDS_MAX: u32 = 64;
 /// Collisions are counted within so many frees of a heap.
 pub(crate) const FREES_WATCHED: u32 = 4096;
 
-/// How policy `ours` grows expandable segments and what it does about threads that collide; keys of the settings string begin with `ours_`.
+/// How policy `ours` grows expandable segments, keeps freed blocks, and what it does about threads that
+/// collide; keys of the settings string begin with `ours_`.
 ///
 /// The default spends driver calls to reserve little more than is needed; [`speed`](Self::speed) is
 /// for programs that are short of time instead. `ours_goal:memory` and `ours_goal:speed` choose between
@@ -43,8 +44,8 @@ pub struct OursSettings {
     /// when they are known to be unused, and no part of the handle moves.
     pub views_max: u32,
     /// `ours_waiting_max`: freed blocks that a stream keeps as they are for requests of the same size,
-    /// until memory is short. Requests of 8 to 256 KiB, which this serves best, are rounded to
-    /// eight sizes a power of two. 0: blocks merge with free neighbours at once, and every request is
+    /// until memory is short. Requests of 8 to 256 KiB, and those for shards, which this serves best, are
+    /// rounded to eight sizes a power of two. 0: blocks merge with free neighbours at once, and every request is
     /// rounded to 512 bytes.
     pub waiting_max: u32,
     /// `ours_stall_share`, from 0 to 1 without 1: the share of time that moving memory may take, where

@@ -299,10 +299,11 @@ impl Heap {
         true
     }
 
-    /// Nothing touches the block any more.
+    /// Nothing touches the block any more, and nobody names it: the next request may get it as it is.
     #[inline]
     fn become_free(&mut self, id: BlockIdx, ledger: &mut Ledger<'_>) {
         self.clock = self.clock.wrapping_add(1);
+        self.blocks.renew(id);
         let block = &mut self.blocks[id];
         block.freed_at = self.clock;
         if (self.rules.waiting_max > 0) & block.expandable {

@@ -83,12 +83,6 @@ impl Heap {
         Ok(plan)
     }
 
-    /// Frees a stale block; nothing that names it finds what will be there.
-    pub(crate) fn discard(&mut self, stale: BlockIdx, ledger: &mut Ledger<'_>) {
-        self.blocks.renew(stale);
-        self.free(stale, ledger);
-    }
-
     /// Hands out the blocks of `marks` where they were: there is nothing but free memory now.
     pub(crate) fn revive(&mut self, marks: &[LiveMark], ledger: &mut Ledger<'_>) -> Vec<BlockIdx> {
         self.settle();

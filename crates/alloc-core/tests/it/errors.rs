@@ -91,6 +91,30 @@ fn an_allocation_freed_by_address_is_stale() {
     rig.verify();
 }
 
+/// Not even where the next request got the same block, which goes on living.
+#[test]
+fn a_stale_allocation_does_not_free_the_next_one() {
+    for (policy, options) in [
+        (Policy::Pytorch, ""),
+        (Policy::Ours, ""),
+        (Policy::Ours, "expandable_segments:True"),
+        (Policy::Ours, "expandable_segments:True,ours_waiting_max:0"),
+    ] {
+        for bytes in [KIB, 4 * MIB] {
+            let rig = Rig::new(policy, options);
+            let first = rig.allocate(bytes, &rig.s(0)).unwrap();
+            rig.free_raw(first.addr()).unwrap();
+            let second = rig.alloc(bytes, &rig.s(0));
+            assert_eq!(second.addr(), first.addr());
+            unknown(rig.record_stream(&first, &rig.s(1)), first.addr());
+            let refused = CachingAllocator::free(&rig, first).unwrap_err();
+            unknown(Err(refused.error), second.addr());
+            assert!(rig.locate(second.addr()).is_some());
+            rig.free(second);
+        }
+    }
+}
+
 /// Allocations of one allocator are refused by another one, and stay good.
 #[test]
 fn allocations_of_another_allocator_are_foreign() {

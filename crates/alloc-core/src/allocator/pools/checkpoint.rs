@@ -225,7 +225,7 @@ impl<B: Backend> HeapBody<B> {
             gone.used = false;
             let (addr, bytes, requested) = (gone.addr, gone.bytes, gone.requested);
             restored.stale.push(StaleBlock { addr, bytes, requested, stream });
-            self.heap.discard(block, ledger);
+            self.heap.free(block, ledger);
         }
         restored.kept.extend(kept);
         let blocks = self.heap.revive(&revived, ledger);
