@@ -154,7 +154,7 @@ impl<B: Backend> Shared<B> {
         let peak = device.needed_peak.fetch_max(needed, Ordering::Relaxed).max(needed);
         let margin = ((peak as f64 * knobs.margin) as u64).max(knobs.margin_bytes_min);
         let calm = cell.lock().body.heap.note_growth(request.class);
-        let free = device.reserved().saturating_sub(needed - request.rounded);
+        let free = device.reserved().saturating_sub(usage.active);
         let step = match request.class {
             SizeClass::Small => 0,
             SizeClass::Large => step_bytes(peak, knobs.step, free),
