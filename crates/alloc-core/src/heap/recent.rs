@@ -12,7 +12,8 @@
 
 use super::{Heap, Ledger, Request};
 use crate::block::{Block, BlockIdx, BlockState};
-use crate::size_class::{FewSize, SizeClass};
+use crate::lane::Lane;
+use crate::size_class::FewSize;
 
 /// The list of the large class; the others are numbered as the sizes of the small class are.
 pub(crate) const LARGE_LIST: usize = 0;
@@ -34,7 +35,7 @@ impl Default for Recent {
 /// The list that a block may wait in; `None` if it was cut before sizes were few.
 #[inline]
 fn list_of(block: &Block) -> Option<usize> {
-    if block.class == SizeClass::Large {
+    if block.lane != Lane::Small {
         return Some(LARGE_LIST);
     }
     let few = FewSize::of(block.bytes);
@@ -57,6 +58,7 @@ impl Heap {
 
     #[inline(never)]
     fn merge_late(&mut self, id: BlockIdx) {
+        self.end_life(id);
         self.merge_and_insert(id);
     }
 
@@ -68,7 +70,7 @@ impl Heap {
             self.blocks[latest].state = BlockState::Waiting { next: None };
         }
         self.recent.len -= 1;
-        self.merge_and_insert(large);
+        self.merge_late(large);
     }
 
     /// Serves a request from its list or else from the free index.
@@ -86,7 +88,7 @@ impl Heap {
         let BlockState::Waiting { next } = block.state else {
             unreachable!("I4: a block in a list waits")
         };
-        let fits = (block.bytes == request.rounded) & (block.class == request.class);
+        let fits = (block.bytes == request.rounded) & (block.lane.class() == request.class);
         self.recent.first[list] = next;
         self.recent.len -= 1;
         if !fits {
@@ -124,7 +126,7 @@ impl Heap {
                 let BlockState::Waiting { next } = self.blocks[id].state else {
                     unreachable!("I4: a block in a list waits")
                 };
-                self.merge_and_insert(id);
+                self.merge_late(id);
                 first = next;
             }
         }
