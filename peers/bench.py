@@ -200,7 +200,8 @@ class Session:
         for name in TRACES:
             if self.is_over():
                 return
-            self.compare(f"replay {self.traces / name}.csv", 1, 1, OURS_IN_REPLAYS)
+            for mode in ["replay", "whole"]:
+                self.compare(f"{mode} {self.traces / name}.csv", 1, 1, OURS_IN_REPLAYS)
 
 
 def describe(out):

@@ -8,9 +8,11 @@ import json
 import statistics
 import sys
 
-# What is compared with the others, and what is shown of a replay beside its total.
+# What is compared with the others.
 REFERENCE = "ours"
-GIB = 1 << 30
+# What whole replays are compared with: their time, and their memory.
+TIME_REFERENCE = "torch"
+MEMORY_REFERENCE = "torch expandable"
 
 
 def subject(row):
@@ -40,7 +42,10 @@ def measurement(row):
         return (2, mode, row["threads"]), f"{threads}, {where}, M steps/s"
     if mode == "live":
         return (3, mode, row["blocks"]), f"{row['blocks']} live, ns a pair"
-    return (4, mode, row["file"]), f"{row['file'].split('.')[0]}, ms"
+    trace = row["file"].split(".")[0]
+    if mode == "replay":
+        return (4, mode, row["file"]), f"{trace}, each timed, ms"
+    return (5, mode, row["file"]), f"{trace}, whole, ms"
 
 
 def value(row):
@@ -79,6 +84,41 @@ def number(x):
     if x is None:
         return "–"
     return f"{x:.0f}" if x >= 100 else f"{x:.1f}" if x >= 10 else f"{x:.2f}"
+
+
+def print_sums(medians, who):
+    """Whole replays, summed over all traces, of those who ran all of them."""
+    rows = {name: {} for name in who}
+    for (_, name), (row, _) in medians.items():
+        if row["mode"] == "whole":
+            rows[name][row["file"]] = row
+    traces = set().union(*rows.values())
+    rows = {name: found for name, found in rows.items() if found.keys() == traces}
+    if not traces:
+        return
+
+    def total(name):
+        return sum(row["total_ms"] for row in rows[name].values()) if name in rows else None
+
+    def most_memory(name):
+        """The greatest ratio, over the traces, of reserved bytes."""
+        base = rows.get(MEMORY_REFERENCE)
+        if not base or any(row["reserved_peak"] < 0 for row in rows[name].values()):
+            return None
+        return max(row["reserved_peak"] / base[file]["reserved_peak"]
+                   for file, row in rows[name].items())
+
+    def ratio(name):
+        return total(name) / total(TIME_REFERENCE) if total(TIME_REFERENCE) else None
+
+    def shown(ratio):
+        return "–" if ratio is None else f"{ratio:.3f}"
+
+    print(f"Sums over {len(traces)} whole replays:\n")
+    print_table(["allocator", "ms", f"÷ {TIME_REFERENCE}",
+                 f"reserved ÷ {MEMORY_REFERENCE}, at most"],
+                [[name, number(total(name)), shown(ratio(name)), shown(most_memory(name))]
+                 for name in rows])
 
 
 def in_order(found):
@@ -120,6 +160,7 @@ def main(files):
     print(f"How many times better {REFERENCE} is:\n")
     print_table([""] + others, lines)
 
+    print_sums(medians, who)
     lines = []
     for (measured, name), (row, _) in sorted(medians.items(), key=lambda item: item[0][0]):
         if row["mode"] == "replay":
@@ -132,8 +173,8 @@ def main(files):
                           f"{int(reserved):,}" if reserved >= 0 else "–",
                           f"{ratio:.4f}" if reserved >= 0 else "–"])
     if lines:
-        print("Replays:\n")
-        print_table(["trace", "allocator", "total ms", "p50 ns", "p99 ns", "max µs",
+        print("Replays, each operation timed:\n")
+        print_table(["trace", "allocator", "sum, ms", "p50 ns", "p99 ns", "max µs",
                      "hit p50", "hit p99", "reserved, bytes", "÷ requested"], lines)
 
 

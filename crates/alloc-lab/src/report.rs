@@ -312,6 +312,9 @@ fn bench_cells(figures: &Figures) -> Vec<Cell> {
             let result = format!("{ns_per_pair:.1} ns/pair, drawn {ns_per_drawn_pair:.1}");
             (what, result, Some(*reserved_peak))
         }
+        Figures::Whole { file, total_ms, reserved_peak, .. } => {
+            (format!("whole: {file}"), format!("{total_ms:.2} ms"), Some(*reserved_peak))
+        }
         Figures::Replay {
             file,
             total_ms,

@@ -84,6 +84,19 @@ fn the_table_has_medians_and_ratios() {
     };
     let mut lines: String = [40.0, 900.0, 50.0].map(|ns| ours(&pair(ns))).concat();
     lines += &(peer("torch", &pair(400.0)) + &ours(&rate(100.0)) + &peer("torch", &rate(0.25)));
+    let whole = |file: &str, ms: f64, reserved: i64| {
+        let figures = format!("\"total_ms\":{ms},\"reserved_peak\":{reserved}");
+        format!("\"mode\":\"whole\",\"file\":\"{file}.csv\",{figures}")
+    };
+    for (file, factor) in [("a", 1.0), ("b", 2.0)] {
+        lines += &ours(&whole(file, 5.0 * factor, 90));
+        lines += &peer("torch", &whole(file, 20.0 * factor, 150));
+        let expandable = peer("torch", &whole(file, 30.0, 100));
+        lines += &expandable.replace("\"conf\":\"\"", "\"conf\":\"expandable_segments:True\"");
+        lines += &peer("async", &whole(file, 40.0 * factor, -1));
+    }
+    // Not in the sums: one trace is missing.
+    lines += &peer("cub", &whole("a", 7.0, -1));
     let folder = tempfile::tempdir().expect("a folder");
     fs::write(folder.path().join("lines"), lines).expect("writes");
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../peers/table.py");
@@ -94,13 +107,20 @@ fn the_table_has_medians_and_ratios() {
     let output = command.arg(script).arg(folder.path().join("lines")).output();
     let text = String::from_utf8(output.expect("python3").stdout).expect("UTF-8");
     for line in [
-        "| pingpong 1024 B, ns a pair | 50.0 | 400 |",
-        "| 16 threads, a stream each, M steps/s | 100 | 0.25 |",
-        "| pingpong 1024 B | 8.00 × |",
-        "| 16 threads, a stream each | 400 × |",
+        "| pingpong 1024 B, ns a pair | 50.0 | 400 | – | – | – |",
+        "| 16 threads, a stream each, M steps/s | 100 | 0.25 | – | – | – |",
+        "| pingpong 1024 B | 8.00 × | – | – | – |",
+        "| 16 threads, a stream each | 400 × | – | – | – |",
+        "| a, whole, ms | 5.00 | 20.0 | 30.0 | 40.0 | 7.00 |",
+        "| b, whole | 4.00 × | 3.00 × | 8.00 × | – |",
+        "Sums over 2 whole replays:",
+        "| ours | 15.0 | 0.250 | 0.900 |",
+        "| torch | 60.0 | 1.000 | 1.500 |",
+        "| async | 120 | 2.000 | – |",
     ] {
         assert!(text.contains(line), "{line} in\n{text}");
     }
+    assert!(!text.contains("| cub | 7"), "{text}");
 }
 
 /// Runs the script in a folder of pretended test programs, the scripts without a GPU, and

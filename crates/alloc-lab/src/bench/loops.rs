@@ -1,20 +1,18 @@
 //! The loops that are measured. Between two readings of the clock nothing is done but what
 //! `peers/peer.cpp` does there.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use alloc_core::CachingAllocator;
 use alloc_core::backend::{MemoryInfo, VirtualMemory};
 
 use super::client::Client;
 use super::generator::Lcg;
+use super::program;
 use super::row::digits;
 use super::{Churn, Figures, Measurement, Rig, ThreadFigures};
 use crate::engine::EngineError;
-use crate::workload::{Action, Workload};
 
 /// Sizes of the blocks that are live in [`Measurement::Live`] end at 2^14.
 const LIVE_MAX_LOG: u32 = 14;
@@ -24,60 +22,6 @@ const LIVE_PAIR_BYTES: u64 = 1 << 10;
 
 /// Seed of the first of several threads.
 const FIRST_SEED: u64 = 7;
-
-/// A recorded program, ready to run: nothing is looked up by name.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Program {
-    /// Name of the trace, without its folders.
-    file: String,
-    steps: Vec<Step>,
-    allocations: usize,
-    streams: usize,
-}
-
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-struct Step {
-    is_alloc: bool,
-    /// Which allocation, in order of their beginning.
-    id: u32,
-    bytes: u64,
-    /// The stream of the allocation, for its free too.
-    stream: u32,
-}
-
-impl Program {
-    /// The operations of `workload`.
-    pub fn new(workload: &Workload) -> Self {
-        let mut steps = Vec::with_capacity(workload.ops.len());
-        let mut in_slot = vec![(0, 0); workload.slots];
-        let mut allocations = 0;
-        for op in &workload.ops {
-            let last = &mut in_slot[op.slot as usize];
-            let (is_alloc, bytes) = match op.action {
-                Action::Alloc { bytes, stream } => {
-                    *last = (allocations, stream);
-                    allocations += 1;
-                    (true, bytes)
-                }
-                Action::Free { bytes } => (false, bytes),
-            };
-            let (id, stream) = *last;
-            steps.push(Step { is_alloc, id, bytes, stream });
-        }
-        let file = workload.path.file_name();
-        Program {
-            file: file.map_or_else(String::new, |name| name.to_string_lossy().into()),
-            steps,
-            allocations: allocations as usize,
-            streams: workload.streams.len(),
-        }
-    }
-
-    /// Whether there is nothing to run.
-    pub fn is_empty(&self) -> bool {
-        self.steps.is_empty()
-    }
-}
 
 /// Measures through clients of type `C`.
 pub(super) fn measure<B: VirtualMemory + MemoryInfo, C: Client<B>>(
@@ -108,7 +52,8 @@ pub(super) fn measure<B: VirtualMemory + MemoryInfo, C: Client<B>>(
             Ok(Figures::Shared(thread_figures(rig, threads, rate)?))
         }
         Measurement::Live { blocks, steps } => live::<B, C>(rig, blocks, steps),
-        Measurement::Replay(ref program) => replay::<B, C>(rig, program),
+        Measurement::Replay(ref program) => program::replay::<B, C>(rig, program),
+        Measurement::Whole(ref program) => program::whole::<B, C>(rig, program),
     }
 }
 
@@ -239,107 +184,6 @@ fn live<B: VirtualMemory + MemoryInfo, C: Client<B>>(
     })
 }
 
-fn replay<B: VirtualMemory + MemoryInfo, C: Client<B>>(
-    rig: &Rig<B>,
-    program: &Program,
-) -> Result<Figures, EngineError> {
-    let clients = (0..program.streams).map(|_| rig.client::<C>());
-    let clients = clients.collect::<Result<Vec<_>, _>>()?;
-    let mut blocks: Vec<Option<C::Block>> = Vec::new();
-    blocks.resize_with(program.allocations, || None);
-    let mut sizes = vec![0; program.allocations];
-    let mut times: Vec<f32> = Vec::with_capacity(program.steps.len());
-    let mut hits: Vec<f32> = Vec::with_capacity(program.steps.len());
-    let (mut live, mut requested_peak) = (0u64, 0u64);
-    let misses = Misses::counted(&rig.allocator);
-    for step in &program.steps {
-        let missed = misses.count();
-        let begin = Instant::now();
-        let id = step.id as usize;
-        if step.is_alloc {
-            blocks[id] = Some(clients[step.stream as usize].allocate(step.bytes)?);
-            sizes[id] = step.bytes;
-            live += step.bytes;
-            requested_peak = requested_peak.max(live);
-        } else if let Some(block) = blocks[id].take() {
-            clients[step.stream as usize].free(block)?;
-            live -= sizes[id];
-        }
-        let time = begin.elapsed().as_nanos() as f32;
-        times.push(time);
-        if misses.count() == missed {
-            hits.push(time);
-        }
-    }
-    let total: f64 = times.iter().copied().map(f64::from).sum();
-    times.sort_unstable_by(f32::total_cmp);
-    hits.sort_unstable_by(f32::total_cmp);
-    let longest = times.last().copied().map_or(0.0, f64::from);
-    let figures = Figures::Replay {
-        file: program.file.clone(),
-        ops: program.steps.len(),
-        total_ms: digits(total / 1e6, 2),
-        p50_ns: digits(quantile(&times, 0.5), 0),
-        p99_ns: digits(quantile(&times, 0.99), 0),
-        max_us: digits(longest / 1e3, 1),
-        requested_peak,
-        reserved_peak: rig.reserved_peak()?,
-        misses: misses.count(),
-        hit_p50_ns: digits(quantile(&hits, 0.5), 0),
-        hit_p99_ns: digits(quantile(&hits, 0.99), 0),
-    };
-    for block in blocks.into_iter().flatten() {
-        clients[0].free(block)?;
-    }
-    Ok(figures)
-}
-
-/// The value that so great a part of the sorted ones does not exceed; 0 of none.
-fn quantile(sorted: &[f32], part: f64) -> f64 {
-    sorted.get((sorted.len() as f64 * part) as usize).copied().map_or(0.0, f64::from)
-}
-
-/// Counts the requests of an allocator that no cached block serves.
-struct Misses(Arc<AtomicUsize>);
-
-impl Misses {
-    fn counted<B: VirtualMemory>(allocator: &CachingAllocator<B>) -> Self {
-        let count = Arc::new(AtomicUsize::new(0));
-        let counter = Arc::clone(&count);
-        // Callbacks run at every miss and nowhere else; this one has nothing to free.
-        allocator.add_free_memory_callback("bench", move |_| {
-            counter.fetch_add(1, Ordering::Relaxed);
-            false
-        });
-        Misses(count)
-    }
-
-    fn count(&self) -> usize {
-        self.0.load(Ordering::Relaxed)
-    }
-}
-
 fn ns_each(time: Duration, count: u32) -> f64 {
     time.as_nanos() as f64 / f64::from(count)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::format::trace_csv;
-    use std::path::Path;
-
-    #[test]
-    fn a_program_numbers_allocations_in_their_order() {
-        let text = "time_us,op,id,bytes,stream\n0,alloc,90,1,0\n0,free,90,,\n0,alloc,80,2,3\n\
-            0,alloc,70,3,0\n0,free,80,,\n";
-        let workload = trace_csv::read(Path::new("a/t.csv"), text.as_bytes()).unwrap();
-        let program = Program::new(&workload);
-        let steps: Vec<_> = program.steps.iter().map(|s| (s.is_alloc, s.id, s.bytes)).collect();
-        let expected = [(true, 0, 1), (false, 0, 1), (true, 1, 2), (true, 2, 3), (false, 1, 2)];
-        assert_eq!(steps, expected);
-        assert_eq!((program.file.as_str(), program.allocations, program.streams), ("t.csv", 3, 2));
-        let streams: Vec<_> = program.steps.iter().map(|step| step.stream).collect();
-        assert_eq!(streams, [0, 0, 1, 0, 1]);
-    }
 }

@@ -5,6 +5,7 @@
 mod client;
 mod generator;
 mod loops;
+mod program;
 mod row;
 
 use std::sync::Arc;
@@ -18,7 +19,7 @@ use crate::engine::{EngineError, refusal};
 use crate::error::Failure;
 use crate::machine::{self, BackendName, DEVICE};
 use client::{ByAddress, ByHandle, Client};
-pub use loops::Program;
+pub use program::Program;
 pub use row::{BenchRow, Figures, ThreadFigures};
 
 /// What to measure.
@@ -44,8 +45,10 @@ pub enum Measurement {
         /// Pairs of each kind.
         steps: u32,
     },
-    /// The operations of a recorded program.
+    /// The operations of a recorded program, each timed.
     Replay(Arc<Program>),
+    /// The same without a clock between them.
+    Whole(Arc<Program>),
 }
 
 /// Arguments of churn.

@@ -47,13 +47,26 @@ pub enum Figures {
     Threads(ThreadFigures),
     /// Churn on several threads, all on one stream.
     Shared(ThreadFigures),
-    /// A recorded program.
+    /// A recorded program without a clock between its operations.
+    Whole {
+        /// Name of the trace, without its folders.
+        file: String,
+        /// Operations.
+        ops: usize,
+        /// Time of all of them.
+        total_ms: f64,
+        /// Most bytes asked for at one time.
+        requested_peak: u64,
+        /// Most bytes taken from the device, by the allocator's statistics.
+        reserved_peak: i64,
+    },
+    /// A recorded program, each of whose operations is timed.
     Replay {
         /// Name of the trace, without its folders.
         file: String,
         /// Operations.
         ops: usize,
-        /// Sum of their times.
+        /// Sum of their times, with one reading of the clock for each.
         total_ms: f64,
         /// Median time of an operation.
         p50_ns: f64,
@@ -105,7 +118,7 @@ impl Figures {
             }
             Figures::Churn { ns_per_step, .. } => *ns_per_step,
             Figures::Threads(figures) | Figures::Shared(figures) => figures.mega_steps_per_s,
-            Figures::Replay { total_ms, .. } => *total_ms,
+            Figures::Replay { total_ms, .. } | Figures::Whole { total_ms, .. } => *total_ms,
         }
     }
 }

@@ -319,7 +319,8 @@ Examples:
   One measurement, as the peers' driver prints it:
       alloc-lab bench churn 1024 1000000 22 7 --json
   A recorded program on a real GPU:
-      alloc-lab bench replay traces/resnet.csv.gz --backend cuda")]
+      alloc-lab bench replay traces/resnet.csv.gz --backend cuda
+      alloc-lab bench whole traces/resnet.csv.gz --backend cuda")]
 pub(super) struct BenchArgs {
     #[command(subcommand)]
     pub(super) mode: BenchMode,
@@ -385,8 +386,14 @@ pub(super) enum BenchMode {
         #[command(flatten)]
         churn: ChurnArgs,
     },
-    /// Run a recorded program: total, median, p99 and longest time
+    /// Run a recorded program and time each operation: median, p99 and longest time, and their sum
     Replay {
+        /// Trace, as for `alloc-lab replay`
+        #[arg(value_name = "FILE")]
+        file: PathBuf,
+    },
+    /// Run a recorded program with the clock read at its two ends only: total time
+    Whole {
         /// Trace, as for `alloc-lab replay`
         #[arg(value_name = "FILE")]
         file: PathBuf,

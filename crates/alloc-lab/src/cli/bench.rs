@@ -47,21 +47,27 @@ fn measurements(mode: &BenchMode) -> Result<Vec<Measurement>, Failure> {
         BenchMode::Threads { threads, churn } => Measurement::Threads(threads, churn.with_seed(0)),
         BenchMode::Shared { threads, churn } => Measurement::Shared(threads, churn.with_seed(0)),
         BenchMode::Live { blocks, steps } => Measurement::Live { blocks, steps },
-        BenchMode::Replay { ref file } => replay(file)?,
+        BenchMode::Replay { ref file } => Measurement::Replay(program(file)?),
+        BenchMode::Whole { ref file } => Measurement::Whole(program(file)?),
         BenchMode::All { ref files } => {
-            let replays = files.iter().map(|file| replay(file)).collect::<Result<Vec<_>, _>>()?;
-            return Ok(overview().into_iter().chain(replays).collect());
+            let mut all = overview();
+            for file in files {
+                let program = program(file)?;
+                all.push(Measurement::Replay(Arc::clone(&program)));
+                all.push(Measurement::Whole(program));
+            }
+            return Ok(all);
         }
     };
     Ok(vec![one])
 }
 
-fn replay(file: &Path) -> Result<Measurement, Failure> {
+fn program(file: &Path) -> Result<Arc<Program>, Failure> {
     let program = Program::new(&read_workload(file)?);
     if program.is_empty() {
         return Err(Failure::input(file, "has no operations to measure"));
     }
-    Ok(Measurement::Replay(Arc::new(program)))
+    Ok(Arc::new(program))
 }
 
 impl ChurnArgs {

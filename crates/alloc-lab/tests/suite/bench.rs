@@ -7,13 +7,14 @@ use std::process::{Command, Output};
 use crate::trace;
 
 /// The arguments of every mode, small.
-const MODES: [&[&str]; 6] = [
+const MODES: [&[&str]; 7] = [
     &["pingpong", "1024", "40"],
     &["churn", "16", "400", "22", "7"],
     &["threads", "3", "16", "200", "20"],
     &["shared", "3", "16", "200", "20"],
     &["live", "50", "100"],
     &["replay", "t.csv"],
+    &["whole", "t.csv"],
 ];
 
 const TRACE: &str = "time_us,op,id,bytes,stream\n0,alloc,7,600,0\n1,alloc,9,3145728,1\n2,free,7,,\n\
@@ -63,7 +64,7 @@ fn peer_fields() -> BTreeMap<String, Vec<String>> {
 #[test]
 fn every_mode_prints_the_fields_of_the_peers_before_its_own() {
     let peers = peer_fields();
-    assert_eq!(peers.len(), 5);
+    assert_eq!(peers.len(), 6);
     for args in MODES {
         let output = bench(&[args, &["--json"]].concat());
         assert_eq!(output.status.code(), Some(0), "{args:?}: {}", text(&output.stderr));
@@ -115,6 +116,11 @@ fn the_figures_are_those_of_the_work() {
     // The last request finds the block of the first.
     assert_eq!(replay["misses"], 2);
     assert!(replay["hit_p50_ns"].as_f64() <= replay["hit_p99_ns"].as_f64());
+    let whole = row(&["whole", "t.csv", "--policy", "pytorch"]);
+    for same in ["file", "ops", "requested_peak", "reserved_peak"] {
+        assert_eq!(whole[same], replay[same], "{same}");
+    }
+    assert!(whole["total_ms"].as_f64() > Some(0.0));
     let pingpong = row(&["pingpong", "64MiB", "10"]);
     assert_eq!(pingpong["bytes"], 64 << 20);
     assert!(pingpong["ns_per_pair"].as_f64() > Some(0.0));
@@ -154,6 +160,8 @@ fn wrong_arguments_say_so() {
     fails(&["shared", "2", "8", "8", "22", "1"], 2, "unexpected argument '1'");
     fails(&["replay", "none.csv"], 2, "alloc-lab: none.csv: cannot open");
     fails(&["replay", "empty.csv"], 2, "alloc-lab: empty.csv: has no operations to measure");
+    fails(&["whole", "none.csv"], 2, "alloc-lab: none.csv: cannot open");
+    fails(&["whole", "empty.csv"], 2, "alloc-lab: empty.csv: has no operations to measure");
     fails(&["live", "1", "1", "--conf", "x:1"], 2, "alloc-lab: --conf: setting `x`");
     fails(&["live", "1", "1", "--rounds", "0"], 2, "--rounds");
     fails(&["pingpong", "1TiB", "1"], 1, "alloc-lab: out of memory on device 0");
