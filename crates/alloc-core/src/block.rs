@@ -1,7 +1,7 @@
 //! Blocks and the slab that holds them.
 
 use crate::free_index::FreeKey;
-use crate::heap::SegmentId;
+use crate::heap::{SegmentId, WaitingList};
 use crate::lane::Lane;
 use crate::units::Addr;
 use std::num::NonZeroU32;
@@ -83,6 +83,8 @@ pub(crate) struct Block {
     pub(crate) expandable: bool,
     /// Whether streams other than the heap's own are recorded for it.
     pub(crate) used: bool,
+    /// Where it waits once it is freed; meaningful while `Live`, `Draining` or `Waiting`.
+    pub(crate) list: WaitingList,
 }
 
 const _: () = assert!(size_of::<Block>() == 64);
@@ -110,7 +112,14 @@ impl Block {
             lane,
             expandable,
             used: false,
+            list: WaitingList::NONE,
         }
+    }
+
+    /// Its id, as it is at `index`.
+    #[inline]
+    pub(crate) const fn id(&self, index: BlockIdx) -> BlockId {
+        BlockId { index, generation: self.generation }
     }
 
     pub(crate) const fn key(&self) -> FreeKey {
@@ -190,7 +199,7 @@ impl BlockSlab {
 
     /// Cuts a block after its first `bytes`; it keeps those. Returns the rest, which is in `state`, and
     /// its key.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn split(
         &mut self,
         id: BlockIdx,
@@ -268,7 +277,7 @@ impl BlockSlab {
     /// The id of a block, for use outside the lock of its heap.
     #[inline]
     pub(crate) fn id(&self, index: BlockIdx) -> BlockId {
-        BlockId { index, generation: self.slots[index.get()].generation }
+        self.slots[index.get()].id(index)
     }
 
     /// The block that an id names, unless it is gone.

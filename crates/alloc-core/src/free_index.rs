@@ -180,6 +180,12 @@ struct Entry {
     block: BlockIdx,
 }
 
+#[cold]
+#[inline(never)]
+fn not_indexed(key: FreeKey) -> ! {
+    panic!("I4: {key:?} is not in the index")
+}
+
 /// Best fit by size, ties by lowest address.
 ///
 /// The block that came or changed last is kept aside, outside the bins: the next request is often
@@ -274,7 +280,9 @@ impl FreeIndex {
             return self.remove_deep(bin, rank);
         }
         let at = slot.position(rank);
-        assert!(at < FRONT, "I4: {key:?} is not in the index");
+        if at == FRONT {
+            not_indexed(key);
+        }
         slot.take(at);
         // Whether the bin is empty now is hard to foretell, so there is no branch.
         let word = &mut self.words[bin / 64];
@@ -326,7 +334,7 @@ impl FreeIndex {
         self.at_or_above(FreeKey { addr: key.addr + BLOCK_BYTES_MIN, ..key })
     }
 
-    #[inline]
+    #[inline(always)]
     fn at_or_above(&self, key: FreeKey) -> Option<(FreeKey, BlockIdx)> {
         let binned = self.binned_at_or_above(key);
         let Some(latest) = self.latest else { return binned };

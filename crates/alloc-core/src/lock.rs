@@ -27,21 +27,21 @@ impl<T> Lock<T> {
 
     #[inline]
     pub(crate) fn lock(&self) -> Guard<'_, T> {
-        match self.0.try_lock() {
-            Some(guard) => guard,
-            None => self.wait(),
-        }
+        self.lock_noting(|_| {})
     }
 
     /// [`lock`](Self::lock) that lets `note` know, under the lock, when it had to wait.
     #[inline]
     pub(crate) fn lock_noting(&self, note: impl FnOnce(&mut T)) -> Guard<'_, T> {
-        match self.0.try_lock() {
-            Some(guard) => guard,
-            None => {
-                let mut guard = self.wait();
+        if let Some(guard) = self.0.try_lock() {
+            return guard;
+        }
+        let mut backoff = Backoff::new();
+        loop {
+            backoff = self.wait(backoff);
+            if let Some(mut guard) = self.0.try_lock() {
                 note(&mut guard);
-                guard
+                return guard;
             }
         }
     }
@@ -51,17 +51,15 @@ impl<T> Lock<T> {
         self.0.try_lock()
     }
 
+    /// Waits until nobody holds it, as far as one can see. Only then is it tried: a failed exchange takes
+    /// the line away from the holder.
     #[cold]
     #[inline(never)]
-    fn wait(&self) -> Guard<'_, T> {
-        let mut backoff = Backoff::new();
+    fn wait(&self, mut backoff: Backoff) -> Backoff {
         loop {
             backoff.pass();
-            // Looked at first: a failed exchange takes the line away from the holder.
-            if !self.0.is_locked()
-                && let Some(guard) = self.0.try_lock()
-            {
-                return guard;
+            if !self.0.is_locked() {
+                return backoff;
             }
         }
     }

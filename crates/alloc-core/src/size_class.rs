@@ -180,6 +180,13 @@ impl FewSize {
     /// How many there are, and one more.
     pub(crate) const COUNT: usize = FewSize::of(FewSize::BYTES_MAX).number + 1;
 
+    /// The largest that is not above `bytes`, in bytes; 0 if there is none.
+    pub(crate) fn bytes_up_to(bytes: u64) -> u64 {
+        let quanta = (1..=bytes / BLOCK_BYTES_MIN).rev();
+        let mut sizes = quanta.map(|quanta| FewSize::of(quanta * BLOCK_BYTES_MIN).bytes);
+        sizes.find(|size| *size <= bytes).unwrap_or(0)
+    }
+
     /// The least that is not below `rounded`, a multiple of [`BLOCK_BYTES_MIN`].
     #[inline]
     pub(crate) const fn of(rounded: u64) -> Self {
@@ -247,6 +254,8 @@ mod tests {
         assert_eq!(sizes.len(), FewSize::COUNT);
         assert_eq!(sizes[..17], std::array::from_fn::<u64, 17, _>(|n| 512 * n as u64));
         assert!(sizes.contains(&OURS_SMALL_BYTES_MAX));
+        let up_to = [0, 511, 512, 8192, 9215, 9216, FewSize::BYTES_MAX].map(FewSize::bytes_up_to);
+        assert_eq!(up_to, [0, 0, 512, 8192, 8192, 9216, FewSize::BYTES_MAX]);
     }
 
     #[test]

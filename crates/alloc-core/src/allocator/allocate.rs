@@ -1,12 +1,13 @@
 //! A request, from the call to the block: the hit path in full, the miss up to the ladder.
 
+use super::allocation::HeapName;
 use super::{AllocResult, Allocation, HeapBody, HeapCell, Op, Shared};
 use crate::backend::{Backend, Completion};
-use crate::block::{BlockId, BlockIdx};
+use crate::block::BlockIdx;
 use crate::error::{AllocError, BackendOp};
 use crate::events::{Head, Pending};
-use crate::heap::{Ledger, Request};
-use crate::size_class::{REQUEST_BYTES_MAX, SizeClass};
+use crate::heap::{Ledger, LiveBlock, Request};
+use crate::size_class::REQUEST_BYTES_MAX;
 use crate::trace::TraceBuffer;
 use crate::units::{Addr, DeviceId};
 use std::sync::atomic::Ordering;
@@ -14,11 +15,9 @@ use std::sync::atomic::Ordering;
 /// A block that was just handed out.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct HandedOut {
-    /// Position of its heap: a pool that helps out has others than the request was for.
-    heap: u32,
-    id: BlockId,
-    addr: Addr,
-    bytes: u64,
+    /// Its heap: a pool that helps out has others than the request was for.
+    pub(super) heap: HeapName,
+    pub(super) block: LiveBlock,
 }
 
 impl<B: Backend> Shared<B> {
@@ -30,18 +29,27 @@ impl<B: Backend> Shared<B> {
     ) -> AllocResult<Allocation, B> {
         // Of 0 bytes, too large, for a shard, watched by a trace sink, while a scope chooses pools or
         // events are pending: all rare, or worth a call.
-        let usual = cell.shards.leave(requested)
-            && !self.tracing.load(Ordering::Relaxed)
-            && cell.home.pools.scopes.is_empty()
-            && cell.home.events.is_empty();
+        let home = &*cell.home;
+        let usual = !self.tracing.load(Ordering::Relaxed)
+            & home.pools.scopes.is_empty()
+            & home.events.is_empty()
+            & cell.shards.leave(requested);
         if !usual {
             return self.allocate_in_full(cell, requested);
         }
-        let found = cell.hit(None, |body, ledger| body.serve_cached(requested, ledger));
-        match found {
-            Ok(block) => Ok(self.allocation(cell, requested, block)),
-            Err(request) => self.allocate_missed(cell, &request, self.begin()),
+        match cell.hit(None, |body, ledger| body.serve_cached(requested, ledger)) {
+            // Its own index is at hand, the one under the lock in another cache line.
+            Some(block) => {
+                Ok(self.allocation(cell, requested, HandedOut { heap: cell.name, block }))
+            }
+            None => self.miss(cell, requested),
         }
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn miss(&self, cell: &HeapCell<B>, requested: u64) -> AllocResult<Allocation, B> {
+        self.allocate_missed(cell, requested, self.begin())
     }
 
     #[cold]
@@ -74,8 +82,7 @@ impl<B: Backend> Shared<B> {
                 requested,
                 stream: cell.stream_id,
                 block: None,
-                heap: cell.index,
-                allocator: self.id,
+                home: cell.name,
             });
         }
         let mut op = self.begin();
@@ -85,8 +92,10 @@ impl<B: Backend> Shared<B> {
         let found =
             cell.hit(Some(&mut op.trace), |body, ledger| body.serve_cached(requested, ledger));
         match found {
-            Ok(block) => Ok(self.allocation(cell, requested, block)),
-            Err(request) => self.allocate_missed(cell, &request, op),
+            Some(block) => {
+                Ok(self.allocation(cell, requested, HandedOut { heap: cell.name, block }))
+            }
+            None => self.allocate_missed(cell, requested, op),
         }
     }
 
@@ -95,11 +104,12 @@ impl<B: Backend> Shared<B> {
     fn allocate_missed(
         &self,
         cell: &HeapCell<B>,
-        request: &Request,
+        requested: u64,
         mut op: Op<'_, B>,
     ) -> AllocResult<Allocation, B> {
-        let block = self.climb(cell, request, &mut op)?;
-        Ok(self.allocation(cell, request.requested, block))
+        let request = cell.state.lock().body.heap.rules.request(requested);
+        let block = self.climb(cell, &request, &mut op)?;
+        Ok(self.allocation(cell, requested, block))
     }
 
     #[inline]
@@ -107,7 +117,7 @@ impl<B: Backend> Shared<B> {
         &self,
         cell: &HeapCell<B>,
         requested: u64,
-        block: HandedOut,
+        HandedOut { heap, block }: HandedOut,
     ) -> Allocation {
         Allocation {
             addr: block.addr,
@@ -115,8 +125,7 @@ impl<B: Backend> Shared<B> {
             requested,
             stream: cell.stream_id,
             block: Some(block.id),
-            heap: block.heap,
-            allocator: self.id,
+            home: heap,
         }
     }
 
@@ -156,23 +165,14 @@ impl<B: Backend> Shared<B> {
 }
 
 impl<B: Backend> HeapBody<B> {
-    /// Serves a request of `requested` bytes from the free index, or describes what is missing.
+    /// Serves a request of `requested` bytes from what is cached.
     #[inline]
-    fn serve_cached(
-        &mut self,
-        requested: u64,
-        ledger: &mut Ledger<'_>,
-    ) -> Result<HandedOut, Request> {
-        let (rounded, list) = self.heap.rules.round(requested);
-        let class = SizeClass::of(rounded, self.heap.rules.small_bytes_max);
-        let expandable = self.heap.rules.expandable;
-        let request = Request { requested, rounded, class, expandable, list };
-        let block = self.heap.serve_hit(&request, ledger).ok_or(request)?;
-        Ok(self.handed_out(block))
+    fn serve_cached(&mut self, requested: u64, ledger: &mut Ledger<'_>) -> Option<LiveBlock> {
+        let request = self.heap.rules.request(requested);
+        self.heap.serve_hit(request, ledger)
     }
 
     /// Serves a request from the free index.
-    #[inline]
     pub(super) fn serve(
         &mut self,
         request: &Request,
@@ -194,10 +194,7 @@ impl<B: Backend> HeapBody<B> {
     }
 
     /// A block as its caller learns of it.
-    #[inline]
     pub(super) fn handed_out(&self, block: BlockIdx) -> HandedOut {
-        let id = self.heap.blocks.id(block);
-        let block = &self.heap.blocks[block];
-        HandedOut { heap: self.index, id, addr: block.addr, bytes: block.bytes }
+        HandedOut { heap: self.name, block: self.heap.live_block(block) }
     }
 }

@@ -14,8 +14,27 @@ pub struct Allocation {
     pub(super) stream: StreamId,
     /// `None` for a request of 0 bytes.
     pub(super) block: Option<BlockId>,
-    pub(super) heap: u32,
-    pub(super) allocator: u32,
+    pub(super) home: HeapName,
+}
+
+/// Names a heap among those of all allocators of a process.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct HeapName(u64);
+
+impl HeapName {
+    /// The heap at the place `heap` in the table of an allocator.
+    #[inline]
+    pub(super) const fn new(allocator: u32, heap: u32) -> Self {
+        HeapName((allocator as u64) << 32 | heap as u64)
+    }
+
+    pub(super) const fn allocator(self) -> u32 {
+        (self.0 >> 32) as u32
+    }
+
+    pub(super) const fn heap(self) -> u32 {
+        self.0 as u32
+    }
 }
 
 impl Allocation {

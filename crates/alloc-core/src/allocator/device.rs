@@ -1,5 +1,6 @@
 //! The heaps of a device, and what they share.
 
+use super::allocation::HeapName;
 use super::paging;
 use super::peaks::Peaks;
 use super::pools::{OwnSource, Pool, Pools, Token};
@@ -26,6 +27,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 pub(crate) struct HeapCell<B: Backend> {
     /// Position in the allocator's table.
     pub(super) index: u32,
+    /// The same with the number of the allocator: what allocations say.
+    pub(super) name: HeapName,
     pub(super) device: DeviceId,
     pub(super) home: Arc<Device<B>>,
     /// Whether it belongs to a private pool. When that ends, the heap waits for another one.
@@ -54,8 +57,7 @@ pub(super) struct HeapState<B: Backend> {
 
 /// The bookkeeping of a heap together with the backend values that belong to it.
 pub(super) struct HeapBody<B: Backend> {
-    /// Position in the allocator's table.
-    pub(super) index: u32,
+    pub(super) name: HeapName,
     pub(super) heap: Heap,
     pub(super) pool: Arc<Pool>,
     pub(super) source: OwnSource<B>,
@@ -140,11 +142,18 @@ impl<B: Backend> HeapCell<B> {
         let HeapState { body, stats, .. } = &mut *state;
         let result = change(body, &mut Ledger { stats, trace });
         if stats.has_risen() {
-            let risen = stats.take_risen();
-            drop(state);
-            self.home.find_room(self, risen);
+            self.find_room(state);
         }
         result
+    }
+
+    /// Figures rose above their ceilings.
+    #[cold]
+    #[inline(never)]
+    fn find_room(&self, mut state: ShortGuard<'_, HeapState<B>>) {
+        let risen = state.stats.take_risen();
+        drop(state);
+        self.home.find_room(self, risen);
     }
 
     pub(super) fn pool(&self) -> Arc<Pool> {

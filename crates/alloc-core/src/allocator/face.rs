@@ -431,13 +431,18 @@ impl<B: Backend> StreamHandle<B> {
     /// As there.
     #[inline]
     pub fn free(&self, allocation: Allocation) -> Result<(), FreeError<Allocation, B::Error>> {
-        let result = match allocation.block {
-            // No need to look the heap up.
-            Some(block) if allocation.heap == self.cell.index => {
-                self.shared.free_here(&self.cell, block, &allocation)
-            }
-            _ => self.shared.free(&allocation),
-        };
-        result.map_err(|error| FreeError { allocation, error })
+        // No need to look the heap up.
+        if self.shared.free_at_once(&self.cell, &allocation) {
+            return Ok(());
+        }
+        self.free_elsewhere(allocation)
+    }
+
+    #[inline(never)]
+    fn free_elsewhere(
+        &self,
+        allocation: Allocation,
+    ) -> Result<(), FreeError<Allocation, B::Error>> {
+        self.shared.free(&allocation).map_err(|error| FreeError { allocation, error })
     }
 }

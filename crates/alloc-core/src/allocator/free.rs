@@ -14,23 +14,20 @@ use std::sync::atomic::Ordering;
 impl<B: Backend> Shared<B> {
     pub(super) fn free(&self, allocation: &Allocation) -> AllocResult<(), B> {
         match self.cell_of(allocation)? {
-            Some((cell, id)) => self.free_block(cell, id, allocation.addr),
+            Some((cell, _)) if self.free_at_once(cell, allocation) => Ok(()),
+            Some((cell, id)) => self.free_in_full(cell, id, allocation.addr),
             None => Ok(()),
         }
     }
 
-    /// [`free`](Self::free) of a block of a heap that is at hand.
+    /// [`free`](Self::free) of an allocation of the heap `cell`, if it is live and unused by other streams,
+    /// and nobody listens.
     #[inline]
-    pub(super) fn free_here(
-        &self,
-        cell: &HeapCell<B>,
-        block: BlockId,
-        allocation: &Allocation,
-    ) -> AllocResult<(), B> {
-        if allocation.allocator != self.id {
-            return Err(AllocError::ForeignAllocation { addr: allocation.addr });
-        }
-        self.free_block(cell, block, allocation.addr)
+    pub(super) fn free_at_once(&self, cell: &HeapCell<B>, allocation: &Allocation) -> bool {
+        let Some(id) = allocation.block else { return false };
+        (allocation.home == cell.name)
+            && !self.tracing.load(Ordering::Relaxed)
+            && cell.free_unused(None, id, allocation.addr)
     }
 
     pub(super) fn free_raw(&self, addr: Addr) -> AllocResult<(), B> {
@@ -51,22 +48,12 @@ impl<B: Backend> Shared<B> {
         allocation: &Allocation,
     ) -> AllocResult<Option<(&HeapCell<B>, BlockId)>, B> {
         let Some(id) = allocation.block else { return Ok(None) };
-        if allocation.allocator != self.id {
+        if allocation.home.allocator() != self.id {
             return Err(AllocError::ForeignAllocation { addr: allocation.addr });
         }
-        let cell = self.heaps.get(allocation.heap).expect("I10: an allocation names its heap");
+        let cell =
+            self.heaps.get(allocation.home.heap()).expect("I10: an allocation names its heap");
         Ok(Some((cell, id)))
-    }
-
-    #[inline]
-    fn free_block(&self, cell: &HeapCell<B>, id: BlockId, addr: Addr) -> AllocResult<(), B> {
-        if self.tracing.load(Ordering::Relaxed) {
-            return self.free_in_full(cell, id, addr);
-        }
-        if cell.free_unused(None, id, addr) {
-            return Ok(());
-        }
-        self.free_in_full(cell, id, addr)
     }
 
     #[cold]

@@ -51,6 +51,7 @@ use crate::sync::{Mutex, RwLock, ShortLock};
 use crate::table::AppendTable;
 use crate::trace::{TraceBuffer, TraceSink};
 use crate::units::{Addr, DeviceId, PoolId};
+use allocation::HeapName;
 use captures::Captures;
 use device::{Device, HeapBody, HeapCell, HeapState, Heaps, Use};
 use pools::{OwnSource, Pool, Source};
@@ -216,6 +217,7 @@ impl<B: Backend> Shared<B> {
         };
         let rules = self.rules_for(device, &source, &self.settings.lock());
         let private = pool.id() != PoolId::DEFAULT;
+        let name = HeapName::new(self.id, index);
         let shards = Shards::new();
         let rules = if shard > 0 { rules.of_shard() } else { rules };
         if !private && shard == 0 {
@@ -223,6 +225,7 @@ impl<B: Backend> Shared<B> {
         }
         HeapCell {
             index,
+            name,
             device,
             private,
             shard,
@@ -234,7 +237,7 @@ impl<B: Backend> Shared<B> {
             view_mark: Mutex::new(None),
             state: Padded(ShortLock::new(HeapState {
                 body: HeapBody {
-                    index,
+                    name,
                     heap: Heap::new(device, stream.id(), Arc::clone(&pool.shared), rules),
                     pool: Arc::clone(pool),
                     source,

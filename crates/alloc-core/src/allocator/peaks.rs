@@ -108,14 +108,14 @@ fn raise<B: Backend>(
         *peak = (*peak).max(sum + higher);
         let mut room = *peak - sum;
         let most = room / (2 * locked.len() as i64);
-        for other in locked.iter_mut().filter(|state| state.body.index != cell.index) {
+        for other in locked.iter_mut().filter(|state| state.body.name != cell.name) {
             let stats = &mut other.stats;
             let current = stats.current(row);
             let keeps = ((stats.peak(row) - current) / 2).clamp(0, most);
             stats.set_peak(row, current + keeps);
             room -= keeps;
         }
-        for own in locked.iter_mut().filter(|state| state.body.index == cell.index) {
+        for own in locked.iter_mut().filter(|state| state.body.name == cell.name) {
             let stats = &mut own.stats;
             stats.set_peak(row, stats.current(row) + room);
         }

@@ -15,7 +15,7 @@ use super::{Device, Shared};
 use crate::backend::Backend;
 use crate::config::{FREES_WATCHED, Rules, SHARDS_MAX};
 use crate::heap::Request;
-use crate::size_class::{REQUEST_BYTES_MAX, SizeClass};
+use crate::size_class::REQUEST_BYTES_MAX;
 use crate::stats::Gauge;
 use crate::sync::OnceLock;
 use crate::trace::TraceBuffer;
@@ -218,9 +218,8 @@ impl<B: Backend> Shared<B> {
     ) -> Option<(Arc<HeapCell<B>>, Request)> {
         let siblings = self.devices[cell.device.index()].siblings(cell);
         let first = siblings.into_iter().find(|sibling| sibling.shard == 0)?;
-        let small_bytes_max = first.state.lock().body.heap.rules.small_bytes_max;
-        let class = SizeClass::of(request.rounded, small_bytes_max);
-        Some((first, Request { class, ..*request }))
+        let request = first.state.lock().body.heap.rules.request(request.requested);
+        Some((first, request))
     }
 
     /// Serves a request from what is free in the other heaps of its pool and stream.
@@ -232,8 +231,8 @@ impl<B: Backend> Shared<B> {
     ) -> Option<HandedOut> {
         self.devices[cell.device.index()].siblings(cell).iter().find_map(|sibling| {
             sibling.hit(Some(trace), |body, ledger| {
-                let block = body.heap.serve_hit(request, ledger)?;
-                Some(body.handed_out(block))
+                let block = body.heap.serve_hit(*request, ledger)?;
+                Some(HandedOut { heap: sibling.name, block })
             })
         })
     }

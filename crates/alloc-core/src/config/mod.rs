@@ -7,10 +7,10 @@ pub use ours::OursSettings;
 pub(crate) use ours::{FREES_WATCHED, SHARD_BYTES_MAX, SHARDS_MAX};
 pub use parse::ConfError;
 
-use crate::heap::LARGE_LIST;
+use crate::heap::{Request, WaitingList};
 use crate::size_class::{
     BLOCK_BYTES_MIN, FewSize, LARGE_SEGMENT_BYTES, OURS_SMALL_BYTES_MAX, RoundupDivisions,
-    SMALL_BYTES_MAX, round_request, segment_bytes,
+    SMALL_BYTES_MAX, SizeClass, round_request, segment_bytes,
 };
 use std::collections::BTreeMap;
 
@@ -294,6 +294,8 @@ pub(crate) struct Rules {
     pub(crate) waiting_max: u32,
     /// Largest rounded request of the small class.
     pub(crate) small_bytes_max: u64,
+    /// Requests up to here are rounded to one of few sizes. 0 where no freed block waits.
+    few_bytes_max: u64,
     /// Heaps that serve smaller requests where threads collide; 1 is none.
     pub(crate) shards: u32,
     /// Their largest request.
@@ -317,7 +319,8 @@ impl Rules {
         let counts_searches =
             settings.gc_threshold.is_some() && (limited || policy == Policy::Ours);
         let plain_fit = policy == Policy::Ours && expandable;
-        Rules {
+        let small_bytes_max = if plain_fit { OURS_SMALL_BYTES_MAX } else { SMALL_BYTES_MAX };
+        let rules = Rules {
             roundup: settings.roundup.honouring_one(policy == Policy::Ours),
             plain_rounding: settings.roundup.is_plain(),
             large_segment_bytes,
@@ -334,11 +337,8 @@ impl Rules {
             } else {
                 0
             },
-            small_bytes_max: if expandable && policy == Policy::Ours {
-                OURS_SMALL_BYTES_MAX
-            } else {
-                SMALL_BYTES_MAX
-            },
+            small_bytes_max,
+            few_bytes_max: 0,
             shards: if expandable && policy == Policy::Ours {
                 settings.ours.shards.clamp(1, SHARDS_MAX)
             } else {
@@ -346,30 +346,42 @@ impl Rules {
             },
             shard_bytes_max: settings.ours.shard_bytes_max.clamp(1, SHARD_BYTES_MAX),
             collisions: settings.ours.collisions,
-        }
+        };
+        rules.with_small_class(small_bytes_max)
     }
 
     /// The rules of a shard, whose small class is as large as what it is for.
-    pub(crate) const fn of_shard(self) -> Self {
-        Rules { small_bytes_max: self.shard_bytes_max, ..self }
+    pub(crate) fn of_shard(self) -> Self {
+        let small_bytes_max = self.shard_bytes_max;
+        self.with_small_class(small_bytes_max)
     }
 
-    /// The bytes that a request gets at least, and the list of blocks that wait for it.
+    fn with_small_class(self, small_bytes_max: u64) -> Self {
+        let few_bytes_max =
+            if self.waiting_max > 0 { FewSize::bytes_up_to(small_bytes_max) } else { 0 };
+        Rules { small_bytes_max, few_bytes_max, ..self }
+    }
+
+    /// A request of `requested` bytes, which is neither 0 nor too large.
     #[inline]
-    pub(crate) fn round(&self, requested: u64) -> (u64, usize) {
+    pub(crate) fn request(&self, requested: u64) -> Request {
         let rounded = if self.plain_rounding {
-            requested.next_multiple_of(BLOCK_BYTES_MIN)
+            // Far from overflowing.
+            (requested + (BLOCK_BYTES_MIN - 1)) & !(BLOCK_BYTES_MIN - 1)
         } else {
             round_request(requested, &self.roundup)
         };
-        if (self.waiting_max == 0) | (rounded > self.small_bytes_max) {
-            return (rounded, LARGE_LIST);
+        let expandable = self.expandable;
+        if rounded <= self.few_bytes_max {
+            let few = FewSize::of(rounded);
+            let list = WaitingList::of_few(few);
+            let class = SizeClass::Small;
+            return Request { requested, rounded: few.bytes, class, expandable, list };
         }
-        let few = FewSize::of(rounded);
-        if few.bytes > self.small_bytes_max {
-            return (rounded, LARGE_LIST);
-        }
-        (few.bytes, few.number)
+        let class = SizeClass::of(rounded, self.small_bytes_max);
+        let waits = (class == SizeClass::Large) & (self.few_bytes_max > 0);
+        let list = if waits { WaitingList::LARGE } else { WaitingList::NONE };
+        Request { requested, rounded, class, expandable, list }
     }
 
     pub(crate) const fn segment_bytes(&self, rounded: u64) -> u64 {

@@ -9,6 +9,8 @@ const RUN_MAX: usize = 64;
 /// Blocks by keys that differ, for where there are many: in runs of at most [`RUN_MAX`], which ascend.
 /// Within a run blocks descend: the least of all is the last of the first run, where it is cheap to
 /// take. Only a run that is the only one may be empty.
+///
+/// What is long here is kept out of its callers, which mostly do without it.
 #[derive(Debug)]
 pub(super) struct Runs<K>(Vec<Run<K>>);
 
@@ -36,6 +38,7 @@ impl<K: Copy + Ord + Debug> Runs<K> {
         below.min(self.0.len().saturating_sub(1))
     }
 
+    #[inline(never)]
     pub(super) fn insert(&mut self, key: K, block: BlockIdx) {
         if self.0.is_empty() {
             self.0.push(Run::new());
@@ -55,6 +58,7 @@ impl<K: Copy + Ord + Debug> Runs<K> {
 
     /// # Panics
     /// If there is no such key.
+    #[inline(never)]
     pub(super) fn remove(&mut self, key: K) {
         let index = self.run_of(key);
         let found = self.0.get(index).map(|run| (run, run.partition_point(|entry| entry.0 > key)));
@@ -77,6 +81,7 @@ impl<K: Copy + Ord + Debug> Runs<K> {
     }
 
     /// The least that is not below `key`.
+    #[inline(never)]
     pub(super) fn at_or_above(&self, key: K) -> Option<(K, BlockIdx)> {
         let run = self.0.get(self.run_of(key))?;
         let at = run.partition_point(|entry| entry.0 >= key).checked_sub(1)?;

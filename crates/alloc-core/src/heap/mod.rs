@@ -14,11 +14,12 @@ mod segment;
 
 pub(crate) use expandable::PageRun;
 use lives::Lives;
-pub(crate) use recent::{LARGE_LIST, Recent};
+use recent::Recent;
+pub(crate) use recent::WaitingList;
 pub(crate) use restore::{LiveMark, Obstacle, Restoration};
 pub(crate) use segment::{SegmentId, SegmentInfo, SegmentKind, SegmentTable};
 
-use crate::block::{Block, BlockIdx, BlockSlab, BlockState};
+use crate::block::{Block, BlockId, BlockIdx, BlockSlab, BlockState};
 use crate::config::Rules;
 use crate::free_index::{FreeIndex, FreeKey};
 use crate::lane::Lane;
@@ -81,7 +82,15 @@ pub(crate) struct Request {
     /// Whether the request may use and grow expandable segments.
     pub(crate) expandable: bool,
     /// Where blocks of its size wait.
-    pub(crate) list: usize,
+    pub(crate) list: WaitingList,
+}
+
+/// A block that was just handed out, as its caller learns of it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct LiveBlock {
+    pub(crate) id: BlockId,
+    pub(crate) addr: Addr,
+    pub(crate) bytes: u64,
 }
 
 /// The bookkeeping of one heap.
@@ -156,8 +165,7 @@ impl Heap {
             let lane = self.blocks[free].lane.index();
             self.lanes[lane].free.remove(key);
         }
-        self.begin_life(free);
-        self.make_live(free, request, ledger);
+        self.first_live(free, request, ledger);
         Some(free)
     }
 
@@ -172,24 +180,40 @@ impl Heap {
         } else {
             piece.note_whole(ledger);
         }
+        self.first_live(id, request, ledger);
+    }
+
+    /// [`make_live`](Self::make_live) of a block that did not wait: none that waits is oversize.
+    #[inline(always)]
+    fn first_live(&mut self, id: BlockIdx, request: &Request, ledger: &mut Ledger<'_>) {
         self.begin_life(id);
+        let block = &mut self.blocks[id];
+        block.list = request.list_of(block);
+        if self.rules.is_oversize(block.bytes) {
+            ledger.stats.count_oversize_allocation(true);
+        }
         self.make_live(id, request, ledger);
     }
 
     #[inline(always)]
-    fn make_live(&mut self, id: BlockIdx, request: &Request, ledger: &mut Ledger<'_>) {
+    fn make_live(&mut self, id: BlockIdx, request: &Request, ledger: &mut Ledger<'_>) -> LiveBlock {
         let block = &mut self.blocks[id];
         block.state = BlockState::Live;
         block.requested = request.requested;
         let (addr, bytes, segment) = (block.addr, block.bytes, block.segment);
+        let live = LiveBlock { id: block.id(id), addr, bytes };
         if self.segments.are_searched() {
             self.segments[segment].note_live(addr, id);
         }
         ledger.stats.hand_out(request.class, bytes, request.requested);
-        if self.rules.is_oversize(bytes) {
-            ledger.stats.count_oversize_allocation(true);
-        }
         self.trace(ledger, TraceAction::Alloc, addr, request.requested);
+        live
+    }
+
+    /// A block that is handed out.
+    pub(crate) fn live_block(&self, id: BlockIdx) -> LiveBlock {
+        let block = &self.blocks[id];
+        LiveBlock { id: block.id(id), addr: block.addr, bytes: block.bytes }
     }
 
     #[inline]
@@ -325,10 +349,10 @@ impl Heap {
         self.blocks.renew(id);
         let block = &mut self.blocks[id];
         block.freed_at = self.clock;
-        if (self.rules.waiting_max > 0) & block.expandable {
-            self.put_off(id);
-        } else {
+        if block.list == WaitingList::NONE {
             self.merge_freed(id, ledger);
+        } else {
+            self.put_off(id);
         }
     }
 

@@ -10,36 +10,63 @@
 //! In the large class, where a block kept whole may be missing elsewhere, only the latest one waits,
 //! and only until the next request of that class.
 
-use super::{Heap, Ledger, Request};
+use super::{Heap, Ledger, LiveBlock, Request};
 use crate::block::{Block, BlockIdx, BlockState};
-use crate::lane::Lane;
-use crate::size_class::FewSize;
+use crate::size_class::{FewSize, SizeClass};
 
-/// The list of the large class; the others are numbered as the sizes of the small class are.
-pub(crate) const LARGE_LIST: usize = 0;
+/// Where blocks wait for a request: all large ones in one list, small ones by size.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct WaitingList(u8);
 
-/// The blocks that wait, by size; each list is linked through [`BlockState::Waiting`].
+impl WaitingList {
+    const COUNT: usize = FewSize::COUNT + 1;
+    /// Of blocks that do not wait.
+    pub(crate) const NONE: WaitingList = WaitingList(0);
+    pub(crate) const LARGE: WaitingList = WaitingList(1);
+
+    #[inline]
+    pub(crate) const fn of_few(size: FewSize) -> Self {
+        WaitingList(size.number as u8 + 1)
+    }
+
+    /// The list of a block of an expandable segment.
+    pub(super) fn of(class: SizeClass, bytes: u64) -> Self {
+        if class == SizeClass::Large {
+            return WaitingList::LARGE;
+        }
+        let few = FewSize::of(bytes);
+        let waits = (few.bytes == bytes) & (bytes <= FewSize::BYTES_MAX);
+        if waits { WaitingList::of_few(few) } else { WaitingList::NONE }
+    }
+
+    const fn index(self) -> usize {
+        self.0 as usize
+    }
+}
+
+const _: () = assert!(WaitingList::COUNT <= 1 << u8::BITS);
+
+impl Request {
+    /// The list of a block that serves it.
+    #[inline]
+    pub(super) fn list_of(&self, block: &Block) -> WaitingList {
+        let waits = block.expandable & (block.bytes == self.rounded);
+        if waits { self.list } else { WaitingList::NONE }
+    }
+}
+
+/// The blocks that wait; each list is linked through [`BlockState::Waiting`].
 #[derive(Debug)]
 pub(crate) struct Recent {
-    first: [Option<BlockIdx>; FewSize::COUNT],
+    first: [Option<BlockIdx>; WaitingList::COUNT],
     /// How many wait.
     len: u32,
 }
 
 impl Default for Recent {
     fn default() -> Self {
-        Recent { first: [None; FewSize::COUNT], len: 0 }
+        Recent { first: [None; WaitingList::COUNT], len: 0 }
     }
-}
-
-/// The list that a block may wait in; `None` if it was cut before sizes were few.
-#[inline]
-fn list_of(block: &Block) -> Option<usize> {
-    if block.lane != Lane::Small {
-        return Some(LARGE_LIST);
-    }
-    let few = FewSize::of(block.bytes);
-    ((few.bytes == block.bytes) & (few.number < FewSize::COUNT)).then_some(few.number)
 }
 
 impl Heap {
@@ -47,12 +74,13 @@ impl Heap {
     #[inline]
     pub(super) fn put_off(&mut self, id: BlockIdx) {
         let block = &mut self.blocks[id];
-        let Some(list) = list_of(block) else { return self.merge_late(id) };
-        let next = self.recent.first[list].replace(id);
+        let list = block.list;
+        let next = self.recent.first[list.index()].replace(id);
         block.state = BlockState::Waiting { next };
         self.recent.len += 1;
-        if (self.recent.len > self.rules.waiting_max) | ((list == LARGE_LIST) & next.is_some()) {
-            self.make_room(next.filter(|_| list == LARGE_LIST));
+        let displaced = if list == WaitingList::LARGE { next } else { None };
+        if (self.recent.len > self.rules.waiting_max) | displaced.is_some() {
+            self.make_room(displaced);
         }
     }
 
@@ -66,7 +94,7 @@ impl Heap {
     #[inline(never)]
     fn make_room(&mut self, large: Option<BlockIdx>) {
         let Some(large) = large else { return self.settle_all() };
-        if let Some(latest) = self.recent.first[LARGE_LIST] {
+        if let Some(latest) = self.recent.first[WaitingList::LARGE.index()] {
             self.blocks[latest].state = BlockState::Waiting { next: None };
         }
         self.recent.len -= 1;
@@ -77,37 +105,37 @@ impl Heap {
     #[inline]
     pub(crate) fn serve_hit(
         &mut self,
-        request: &Request,
+        request: Request,
         ledger: &mut Ledger<'_>,
-    ) -> Option<BlockIdx> {
-        let list = request.list;
+    ) -> Option<LiveBlock> {
+        let list = request.list.index();
         let Some(first) = self.recent.first[list] else {
-            return self.serve_index(request, ledger);
+            return self.serve_index(request, ledger).map(|id| self.live_block(id));
         };
         let block = &self.blocks[first];
         let BlockState::Waiting { next } = block.state else {
             unreachable!("I4: a block in a list waits")
         };
-        let fits = (block.bytes == request.rounded) & (block.lane.class() == request.class);
+        // In the other lists, all do.
+        let fits = block.bytes == request.rounded;
         self.recent.first[list] = next;
         self.recent.len -= 1;
         if !fits {
             self.merge_late(first);
-            return self.serve_index(request, ledger);
+            return self.serve_index(request, ledger).map(|id| self.live_block(id));
         }
-        self.make_live(first, request, ledger);
-        Some(first)
+        Some(self.make_live(first, &request, ledger))
     }
 
     /// [`serve_hit`](Self::serve_hit) where no block of just that size waits.
     #[inline(never)]
-    fn serve_index(&mut self, request: &Request, ledger: &mut Ledger<'_>) -> Option<BlockIdx> {
-        let served = self.serve(request, ledger);
+    fn serve_index(&mut self, request: Request, ledger: &mut Ledger<'_>) -> Option<BlockIdx> {
+        let served = self.serve(&request, ledger);
         if served.is_some() | (self.recent.len == 0) {
             return served;
         }
         self.settle_all();
-        self.serve_again(request, ledger)
+        self.serve_again(&request, ledger)
     }
 
     /// Merges every block that waits.
@@ -120,7 +148,7 @@ impl Heap {
 
     #[inline(never)]
     fn settle_all(&mut self) {
-        for list in 0..FewSize::COUNT {
+        for list in 0..WaitingList::COUNT {
             let mut first = self.recent.first[list].take();
             while let Some(id) = first {
                 let BlockState::Waiting { next } = self.blocks[id].state else {
@@ -142,7 +170,9 @@ impl Heap {
             while let Some(id) = cursor {
                 let block = &self.blocks[id];
                 let BlockState::Waiting { next } = block.state else { return None };
-                if list_of(block) != Some(list) || listed == self.recent.len as usize {
+                let right = block.list.index() == list
+                    && block.list == WaitingList::of(block.lane.class(), block.bytes);
+                if !right || listed == self.recent.len as usize {
                     return None;
                 }
                 listed += 1;

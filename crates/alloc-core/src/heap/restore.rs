@@ -1,6 +1,6 @@
 //! Putting the live blocks of a heap back to where they were at another time.
 
-use super::{Heap, LARGE_LIST, Ledger, Request, SegmentId, adjust};
+use super::{Heap, Ledger, Request, SegmentId, WaitingList, adjust};
 use crate::block::{BlockIdx, BlockState};
 use crate::stats::Gauge;
 use crate::units::Addr;
@@ -97,7 +97,7 @@ impl Heap {
                 rounded: mark.bytes,
                 class,
                 expandable: self.blocks[block].expandable,
-                list: LARGE_LIST,
+                list: WaitingList::of(class, mark.bytes),
             };
             self.hand_out(block, &request, ledger);
             walk.cursor = Some(block);
