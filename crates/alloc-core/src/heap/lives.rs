@@ -68,6 +68,7 @@ const fn units(bytes: u64) -> u64 {
 
 impl Lives {
     /// A block of `bytes` is handed out.
+    #[inline(never)]
     fn begin(&mut self, bytes: u64) {
         if self.slots.is_empty() {
             self.slots = vec![Slot::default(); SLOTS];
@@ -81,6 +82,7 @@ impl Lives {
     }
 
     /// A block of `bytes` can be used for other sizes.
+    #[inline(never)]
     fn end(&mut self, bytes: u64) {
         let slot = &mut self.slots[slot_of(bytes)];
         *slot = slot.at(self.now);
@@ -118,6 +120,7 @@ impl Lives {
 
 impl Heap {
     /// Where memory for a request of `bytes` belongs.
+    #[inline]
     pub(crate) fn lane_for(&self, class: SizeClass, bytes: u64) -> Lane {
         let turnovers = self.rules.lasting_turnovers;
         let lasting =
@@ -126,11 +129,13 @@ impl Heap {
     }
 
     /// Whether the lives of blocks like this one are recorded.
+    #[inline]
     fn is_watched(&self, block: &Block) -> bool {
-        self.rules.watches_lives && block.expandable && block.lane != Lane::Small
+        self.rules.watches_lives & block.expandable & (block.lane != Lane::Small)
     }
 
     /// A block is handed out that has not waited for it.
+    #[inline]
     pub(super) fn begin_life(&mut self, id: BlockIdx) {
         let block = &self.blocks[id];
         if self.is_watched(block) {
@@ -139,6 +144,7 @@ impl Heap {
     }
 
     /// A freed block merges with others.
+    #[inline]
     pub(super) fn end_life(&mut self, id: BlockIdx) {
         let block = &self.blocks[id];
         if self.is_watched(block) {
