@@ -2,7 +2,7 @@
 
 use crate::free_index::FreeKey;
 use crate::heap::{SegmentId, WaitingList};
-use crate::size_class::SizeClass;
+use crate::lane::Lane;
 use crate::units::Addr;
 use std::num::NonZeroU32;
 use std::ops::{Index, IndexMut};
@@ -78,7 +78,7 @@ pub(crate) struct Block {
     generation: u32,
     /// The heap's clock when part of the block last became free.
     pub(crate) freed_at: u32,
-    pub(crate) class: SizeClass,
+    pub(crate) lane: Lane,
     /// Whether its segment is an expandable one.
     pub(crate) expandable: bool,
     /// Whether streams other than the heap's own are recorded for it.
@@ -95,7 +95,7 @@ impl Block {
         bytes: u64,
         state: BlockState,
         segment: SegmentId,
-        class: SizeClass,
+        lane: Lane,
         expandable: bool,
     ) -> Self {
         Block {
@@ -109,7 +109,7 @@ impl Block {
             next: None,
             generation: 0,
             freed_at: 0,
-            class,
+            lane,
             expandable,
             used: false,
             list: WaitingList::NONE,
@@ -164,7 +164,7 @@ pub(crate) struct BlockSlab {
 impl Default for BlockSlab {
     fn default() -> Self {
         let (segment, state) = (SegmentId::new(0), BlockState::Vacant);
-        let nobody = Block::new(Addr::NULL, 0, state, segment, SizeClass::Small, false);
+        let nobody = Block::new(Addr::NULL, 0, state, segment, Lane::Small, false);
         BlockSlab { slots: vec![nobody], vacant: None }
     }
 }
@@ -212,7 +212,7 @@ impl BlockSlab {
         let after = block.next.replace(rest);
         let (addr, rest_bytes) = (block.addr + bytes, block.bytes - bytes);
         block.bytes = bytes;
-        let (segment, class, expandable) = (block.segment, block.class, block.expandable);
+        let (segment, lane, expandable) = (block.segment, block.lane, block.expandable);
         let freed_at = block.freed_at;
         let slot = &mut slots[rest.get()];
         slot.addr = addr;
@@ -223,7 +223,7 @@ impl BlockSlab {
         slot.prev = Some(id);
         slot.next = after;
         slot.freed_at = freed_at;
-        slot.class = class;
+        slot.lane = lane;
         slot.expandable = expandable;
         slot.used = false;
         slots[BlockIdx::or_nobody(after)].prev = Some(rest);
@@ -319,7 +319,7 @@ mod tests {
 
     fn block() -> Block {
         let segment = SegmentId::new(0);
-        Block::new(Addr::new(512), 512, BlockState::Live, segment, SizeClass::Small, false)
+        Block::new(Addr::new(512), 512, BlockState::Live, segment, Lane::Small, false)
     }
 
     #[test]

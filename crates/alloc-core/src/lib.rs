@@ -12,6 +12,7 @@ mod free_index;
 mod handles;
 mod heap;
 pub mod host;
+mod lane;
 #[cfg(not(any(loom, shuttle)))]
 mod lock;
 pub mod ordered;

@@ -345,7 +345,7 @@ fn check_tiling(heap: &Heap, id: SegmentId, segment: &SegmentInfo) -> Result<(),
         ensure(at == cursor && block.bytes > 0, "I1", || {
             format!("expected a block at {cursor}, found {at} of {} bytes", block.bytes)
         })?;
-        ensure(block.segment == id && block.class == segment.class, "I10", || {
+        ensure(block.segment == id && block.lane == segment.lane, "I10", || {
             format!("the block at {at} names another segment or class")
         })?;
         let linked = block.prev.map(|prev| heap.blocks[prev].addr) == below.map(|b| b.addr);
@@ -378,20 +378,20 @@ fn check_indexes(heap: &Heap) -> Result<(), Violation> {
         "a block belongs to no segment".to_owned()
     })?;
     for (index, block) in heap.blocks.iter() {
-        let class = &heap.classes[block.class.index()];
+        let lane = &heap.lanes[block.lane.index()];
         let found = heap.segments[block.segment].live_at(block.addr) == Some(index);
         let known = found || block.state != BlockState::Live || !heap.segments.are_searched();
         ensure(known, "I4", || format!("the index of live blocks is wrong about {}", block.addr))?;
         match block.state {
             BlockState::Free => {
                 free += 1;
-                ensure(class.free.contains(block.key(), index), "I4", || {
+                ensure(lane.free.contains(block.key(), index), "I4", || {
                     format!("the free block at {} is not in the index", block.addr)
                 })?;
             }
             BlockState::Unmapped => {
                 holes += 1;
-                ensure(class.unmapped.get(&block.addr) == Some(&index), "I4", || {
+                ensure(lane.unmapped.get(&block.addr) == Some(&index), "I4", || {
                     format!("the hole at {} is not in the index", block.addr)
                 })?;
             }
@@ -403,37 +403,40 @@ fn check_indexes(heap: &Heap) -> Result<(), Violation> {
             }
         }
     }
-    let indexed: usize = heap.classes.iter().map(|class| class.free.len()).sum();
-    let indexed_holes: usize = heap.classes.iter().map(|class| class.unmapped.len()).sum();
+    let indexed: usize = heap.lanes.iter().map(|lane| lane.free.len()).sum();
+    let indexed_holes: usize = heap.lanes.iter().map(|lane| lane.unmapped.len()).sum();
     ensure(indexed == free && indexed_holes == holes, "I4", || {
         format!("{indexed} blocks and {indexed_holes} holes indexed, {free} and {holes} exist")
     })?;
     let listed = heap.listed();
     ensure(listed == Some(waiting), "I4", || {
         format!("{waiting} blocks wait, the lists of sizes have {listed:?}")
+    })?;
+    ensure(heap.lives_are_right(), "I6", || {
+        format!("the lives that stream {} records are not those of its blocks", heap.stream.get())
     })
 }
 
 /// What the gauges must show for this heap.
 fn add_up(heap: &Heap, sums: &mut StatTable) {
     for (_, segment) in heap.segments.iter().filter(|(_, s)| s.kind == SegmentKind::Whole) {
-        sums.increase(Gauge::Segment, segment.class, 1);
-        sums.increase(Gauge::ReservedBytes, segment.class, segment.bytes);
+        sums.increase(Gauge::Segment, segment.lane.class(), 1);
+        sums.increase(Gauge::ReservedBytes, segment.lane.class(), segment.bytes);
     }
     for (_, block) in heap.blocks.iter() {
         let expandable = block.expandable;
         if expandable && block.state != BlockState::Unmapped {
-            sums.increase(Gauge::ReservedBytes, block.class, block.bytes);
+            sums.increase(Gauge::ReservedBytes, block.lane.class(), block.bytes);
         }
         if block.is_active() {
-            sums.hand_out(block.class, block.bytes, block.requested);
+            sums.hand_out(block.lane.class(), block.bytes, block.requested);
         }
         if matches!(block.state, BlockState::Draining { .. }) {
-            sums.let_go(block.class, block.bytes);
+            sums.let_go(block.lane.class(), block.bytes);
         }
         if block.state == BlockState::Free && block.is_split() && !expandable {
-            sums.increase(Gauge::InactiveSplit, block.class, 1);
-            sums.increase(Gauge::InactiveSplitBytes, block.class, block.bytes);
+            sums.increase(Gauge::InactiveSplit, block.lane.class(), 1);
+            sums.increase(Gauge::InactiveSplitBytes, block.lane.class(), block.bytes);
         }
     }
 }

@@ -181,7 +181,7 @@ impl<B: Backend> Shared<B> {
         let found = {
             let mut state = cell.lock();
             let heap = &mut state.body.heap;
-            let found = heap.find_growable(request.class, request.rounded);
+            let found = heap.find_growable(request.class.into(), request.rounded);
             if let Some(id) = found.filter(|id| heap.blocks[*id].state == BlockState::Free) {
                 heap.remove_free(id);
             }
@@ -214,7 +214,7 @@ impl<B: Backend> Shared<B> {
         let mut state = cell.lock();
         let heap = &mut state.body.heap;
         let id = heap.segments.next_id();
-        Ok(Ok(heap.adopt_reservation(id, base, bytes, request.class, page_bytes)))
+        Ok(Ok(heap.adopt_reservation(id, base, bytes, request.class.into(), page_bytes)))
     }
 
     /// The page of a new expandable segment (spec §4.1), as a multiple of what the backend can map.

@@ -10,6 +10,7 @@ use crate::error::{AllocError, BackendOp};
 use crate::events::Head;
 use crate::free_index::FreeKey;
 use crate::heap::{Heap, PageRun, Request};
+use crate::lane::Lane;
 use crate::pager::Pager;
 use crate::size_class::SizeClass;
 use crate::trace::TraceBuffer;
@@ -144,7 +145,8 @@ impl<B: Backend> Shared<B> {
             let state = cell.lock();
             let heap = &state.body.heap;
             let searches = heap.pool.searches(class);
-            for (_, index) in heap.classes[class.index()].free.iter() {
+            let lanes = Lane::of(class).iter().map(|lane| &heap.lanes[lane.index()]);
+            for (_, index) in lanes.flat_map(|lane| lane.free.iter()) {
                 let block = &heap.blocks[index];
                 found.push(Candidate {
                     cell: Arc::clone(&cell),

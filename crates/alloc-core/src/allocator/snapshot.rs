@@ -170,7 +170,7 @@ fn range_snapshot(
         bytes: 0,
         stream,
         pool,
-        class: segment.class,
+        class: segment.lane.class(),
         expandable: segment.is_expandable(),
         blocks: Vec::new(),
     }

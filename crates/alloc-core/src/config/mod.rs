@@ -285,6 +285,10 @@ pub(crate) struct Rules {
     pub(crate) expandable: bool,
     /// Whether the smallest block that suffices is the one to take, whatever lies behind it.
     pub(crate) plain_fit: bool,
+    /// Whether it is recorded how long blocks live: from the first one on, or the record is wrong.
+    pub(crate) watches_lives: bool,
+    /// From how long a life on a size has addresses of its own, in turnovers; 0 is never.
+    pub(crate) lasting_turnovers: u32,
     /// How many freed blocks may wait to be asked for again. 0 where a rule forbids some requests some
     /// blocks.
     pub(crate) waiting_max: u32,
@@ -326,6 +330,8 @@ impl Rules {
             counts_searches,
             expandable,
             plain_fit,
+            watches_lives: policy == Policy::Ours,
+            lasting_turnovers: if plain_fit { settings.ours.lasting_turnovers } else { 0 },
             waiting_max: if plain_fit && settings.max_split_bytes.is_none() && !counts_searches {
                 settings.ours.waiting_max
             } else {

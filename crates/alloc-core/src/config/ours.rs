@@ -20,6 +20,9 @@ pub struct OursSettings {
     pub margin: f64,
     /// `ours_margin_min_mb`, in bytes: but not below this much more.
     pub margin_bytes_min: u64,
+    /// `ours_margin_calm`, from 0 to 1 without 1: while memory only grows, as when weights are loaded, this
+    /// fraction instead, but at most one handle of `ours_handle_calm_mb`. What comes next uses it.
+    pub margin_calm: f64,
     /// `ours_ahead`: within the margin, up to this many times the request is created at once.
     pub ahead: u32,
     /// `ours_step`, from 0 to 1 without 1: within the margin, at least this fraction of what was ever
@@ -34,12 +37,15 @@ pub struct OursSettings {
     /// `ours_handle_parts`: a request that would take more handles than this gets larger ones, of up to
     /// 20 MiB.
     pub handle_parts: u32,
-    /// `ours_handle_calm_mb`, in bytes: the largest one where memory only grows, as when weights are
-    /// loaded.
+    /// `ours_handle_calm_mb`, in bytes: the largest one where memory only grows, and for what lasts.
     pub handle_bytes_calm: u64,
     /// `ours_part_min_kb`, in bytes: the smallest free end of a partly used handle that is mapped
     /// where it helps, unless nothing else avoids running out of memory.
     pub part_bytes_min: u64,
+    /// `ours_lasting`: sizes whose blocks live for so many turnovers or more have addresses of their own,
+    /// as far as others do not fill gaps there. A turnover is the time in which as much is allocated as
+    /// ever lived at once. 0 is never.
+    pub lasting_turnovers: u32,
     /// `ours_views_max`: places where one handle may be mapped at once; above, old ones are unmapped
     /// when they are known to be unused, and no part of the handle moves.
     pub views_max: u32,
@@ -71,9 +77,9 @@ impl OursSettings {
     /// still less than PyTorch's expandable segments take.
     pub fn speed() -> Self {
         OursSettings {
-            margin: 0.025,
+            margin: 0.035,
             ahead: 1,
-            step: 0.02,
+            step: 0.04,
             handle_bytes_max: 1 << 30,
             handle_bytes_calm: 1 << 30,
             part_bytes_min: 4 << 20,
@@ -87,13 +93,15 @@ impl Default for OursSettings {
         OursSettings {
             margin: 0.005,
             margin_bytes_min: 24 << 20,
+            margin_calm: 0.05,
             ahead: 4,
             step: 0.0,
-            handle_bytes_max: 14 << 20,
+            handle_bytes_max: 12 << 20,
             handle_share: 1,
-            handle_parts: 16,
+            handle_parts: 14,
             handle_bytes_calm: 64 << 20,
             part_bytes_min: 1 << 20,
+            lasting_turnovers: 3,
             views_max: 8,
             waiting_max: 512,
             stall_share: 0.01,

@@ -29,7 +29,7 @@ impl Heap {
     #[inline]
     pub(super) fn merge_and_insert(&mut self, id: BlockIdx) -> (BlockIdx, Absorbed) {
         let block = &self.blocks[id];
-        let (prev, next, class) = (block.prev, block.next, block.class.index());
+        let (prev, next, lane) = (block.prev, block.next, block.lane.index());
         // Carried along: what was just written to a block is slow to read back.
         let mut key = block.key();
         let mut absorbed = Absorbed::default();
@@ -49,7 +49,7 @@ impl Heap {
             let lower = self.blocks[below].key();
             absorbed.count(lower);
             if let Some(above) = place.replace(lower) {
-                self.classes[class].free.remove(above);
+                self.lanes[lane].free.remove(above);
             }
             self.blocks.join(below, id, self.clock);
             key = FreeKey { bytes: lower.bytes + key.bytes, addr: lower.addr };
@@ -71,8 +71,8 @@ impl Heap {
         let block = &mut self.blocks[id];
         debug_assert_eq!(block.state, BlockState::Held);
         block.state = BlockState::Free;
-        block.free_since = self.pool.searches(block.class);
-        self.classes[block.class.index()].free.insert(block.key(), id);
+        block.free_since = self.pool.searches(block.lane.class());
+        self.lanes[block.lane.index()].free.insert(block.key(), id);
     }
 
     /// A block, which has `key`, becomes free in the place of one with the key `old`.
@@ -81,8 +81,8 @@ impl Heap {
         let block = &mut self.blocks[id];
         debug_assert_eq!(block.key(), key);
         block.state = BlockState::Free;
-        block.free_since = self.pool.searches(block.class);
-        self.classes[block.class.index()].free.replace(old, key, id);
+        block.free_since = self.pool.searches(block.lane.class());
+        self.lanes[block.lane.index()].free.replace(old, key, id);
     }
 
     /// `Free` → `Held`.
@@ -91,7 +91,7 @@ impl Heap {
         let block = &mut self.blocks[id];
         debug_assert_eq!(block.state, BlockState::Free);
         block.state = BlockState::Held;
-        self.classes[block.class.index()].free.remove(block.key());
+        self.lanes[block.lane.index()].free.remove(block.key());
     }
 
     /// Puts back a block that was taken out but not used, without renewing its age unless a

@@ -6,7 +6,7 @@
 
 use super::{Heap, Ledger, SegmentId, SegmentKind};
 use crate::block::{Block, BlockIdx, BlockState};
-use crate::size_class::SizeClass;
+use crate::lane::Lane;
 use crate::stats::Gauge;
 use crate::trace::TraceAction;
 use crate::units::Addr;
@@ -27,19 +27,19 @@ impl Heap {
         id: SegmentId,
         base: Addr,
         bytes: u64,
-        class: SizeClass,
+        lane: Lane,
         page_bytes: u64,
     ) -> BlockIdx {
         let kind = SegmentKind::Expandable { page_bytes };
-        let hole = self.adopt(id, base, bytes, class, kind, BlockState::Unmapped);
-        self.classes[class.index()].unmapped.insert(base, hole);
+        let hole = self.adopt(id, base, bytes, lane, kind, BlockState::Unmapped);
+        self.lanes[lane.index()].unmapped.insert(base, hole);
         hole
     }
 
     /// The lowest hole that, together with free memory around it, has room for `bytes`; or the free
     /// block right below it, where that counts too (spec §4.4).
-    pub(crate) fn find_growable(&self, class: SizeClass, bytes: u64) -> Option<BlockIdx> {
-        self.classes[class.index()].unmapped.values().find_map(|hole| {
+    pub(crate) fn find_growable(&self, lane: Lane, bytes: u64) -> Option<BlockIdx> {
+        self.lanes[lane.index()].unmapped.values().find_map(|hole| {
             let start = self.blocks[*hole].prev.filter(|prev| self.is_growable(*prev));
             let start = start.unwrap_or(*hole);
             (self.growable_run(start) >= bytes).then_some(start)
@@ -88,18 +88,18 @@ impl Heap {
         held: Option<BlockIdx>,
         ledger: &mut Ledger<'_>,
     ) -> BlockIdx {
-        let class = self.blocks[hole].class;
-        self.classes[class.index()].unmapped.remove(&run.addr);
+        let lane = self.blocks[hole].lane;
+        self.lanes[lane.index()].unmapped.remove(&run.addr);
         if self.blocks[hole].bytes > run.bytes {
             let rest = self.split(hole, run.bytes);
             self.blocks[rest].state = BlockState::Unmapped;
             let addr = self.blocks[rest].addr;
-            self.classes[class.index()].unmapped.insert(addr, rest);
+            self.lanes[lane.index()].unmapped.insert(addr, rest);
         }
         self.blocks[hole].state = BlockState::Held;
         let end = run.addr - self.segments[run.segment].base + run.bytes;
         self.segments.prepare(run.segment, end);
-        ledger.stats.increase(Gauge::ReservedBytes, class, run.bytes);
+        ledger.stats.increase(Gauge::ReservedBytes, lane.class(), run.bytes);
         self.trace(ledger, TraceAction::SegmentMap, run.addr, run.bytes);
         let mut joined = hole;
         if let Some(held) = held {
@@ -141,7 +141,7 @@ impl Heap {
         run: &PageRun,
         ledger: &mut Ledger<'_>,
     ) -> BlockIdx {
-        let class = self.blocks[id].class;
+        let class = self.blocks[id].lane.class();
         ledger.stats.decrease(Gauge::ReservedBytes, class, run.bytes);
         self.trace(ledger, TraceAction::SegmentUnmap, run.addr, run.bytes);
         let mut middle = id;
@@ -159,17 +159,17 @@ impl Heap {
 
     /// `Held` → `Unmapped`, joined with the holes around it.
     fn join_holes(&mut self, id: BlockIdx) -> BlockIdx {
-        let class = self.blocks[id].class.index();
+        let lane = self.blocks[id].lane.index();
         self.blocks[id].state = BlockState::Unmapped;
         let mut joined = id;
         if let Some(prev) = self.hole_neighbour(self.blocks[id].prev) {
             self.blocks.join(prev, id, self.clock);
             joined = prev;
         } else {
-            self.classes[class].unmapped.insert(self.blocks[id].addr, id);
+            self.lanes[lane].unmapped.insert(self.blocks[id].addr, id);
         }
         if let Some(next) = self.hole_neighbour(self.blocks[joined].next) {
-            self.classes[class].unmapped.remove(&self.blocks[next].addr);
+            self.lanes[lane].unmapped.remove(&self.blocks[next].addr);
             self.blocks.join(joined, next, self.clock);
         }
         joined
@@ -183,7 +183,7 @@ impl Heap {
     pub(crate) fn forget_reservation(&mut self, hole: BlockIdx) {
         let block = &self.blocks[hole];
         debug_assert!(!block.is_split() && block.state == BlockState::Unmapped);
-        self.classes[block.class.index()].unmapped.remove(&block.addr);
+        self.lanes[block.lane.index()].unmapped.remove(&block.addr);
         self.segments.remove(block.segment);
         self.blocks.remove(hole);
     }

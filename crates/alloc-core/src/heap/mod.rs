@@ -6,12 +6,14 @@
 
 mod cut;
 mod expandable;
+mod lives;
 mod moving;
 mod recent;
 mod restore;
 mod segment;
 
 pub(crate) use expandable::PageRun;
+use lives::Lives;
 use recent::Recent;
 pub(crate) use recent::WaitingList;
 pub(crate) use restore::{LiveMark, Obstacle, Restoration};
@@ -20,6 +22,7 @@ pub(crate) use segment::{SegmentId, SegmentInfo, SegmentKind, SegmentTable};
 use crate::block::{Block, BlockId, BlockIdx, BlockSlab, BlockState};
 use crate::config::Rules;
 use crate::free_index::{FreeIndex, FreeKey};
+use crate::lane::Lane;
 use crate::size_class::{BLOCK_BYTES_MIN, SMALL_BYTES_MAX, SizeClass};
 use crate::stats::{Gauge, StatTable};
 use crate::trace::{TraceAction, TraceBuffer, TraceEntry};
@@ -60,9 +63,9 @@ pub(crate) struct Ledger<'a> {
     pub(crate) trace: Option<&'a mut TraceBuffer>,
 }
 
-/// The free blocks and holes of one size class.
+/// The free blocks and holes of one lane.
 #[derive(Debug, Default)]
-pub(crate) struct ClassIndex {
+pub(crate) struct LaneIndex {
     pub(crate) free: FreeIndex,
     /// Unmapped blocks of expandable segments, by address.
     pub(crate) unmapped: BTreeMap<Addr, BlockIdx>,
@@ -98,7 +101,7 @@ pub(crate) struct Heap {
     pub(crate) pool: Arc<PoolShared>,
     pub(crate) rules: Rules,
     pub(crate) blocks: BlockSlab,
-    pub(crate) classes: [ClassIndex; 2],
+    pub(crate) lanes: [LaneIndex; Lane::COUNT],
     pub(crate) segments: SegmentTable,
     /// Frees so far, wrapping: how long ago memory became free is told by it.
     pub(crate) clock: u32,
@@ -106,6 +109,8 @@ pub(crate) struct Heap {
     /// that.
     grown: (u32, u32),
     recent: Recent,
+    /// Of the large class in expandable segments, with policy `ours`.
+    lives: Lives,
 }
 
 impl Heap {
@@ -121,11 +126,12 @@ impl Heap {
             pool,
             rules,
             blocks: BlockSlab::default(),
-            classes: Default::default(),
+            lanes: Default::default(),
             segments: SegmentTable::default(),
             clock: 0,
             grown: (0, 0),
             recent: Recent::default(),
+            lives: Lives::default(),
         }
     }
 
@@ -156,7 +162,8 @@ impl Heap {
             self.carve(free, key, request.rounded);
         } else {
             piece.note_whole(ledger);
-            self.classes[request.class.index()].free.remove(key);
+            let lane = self.blocks[free].lane.index();
+            self.lanes[lane].free.remove(key);
         }
         self.first_live(free, request, ledger);
         Some(free)
@@ -179,6 +186,7 @@ impl Heap {
     /// [`make_live`](Self::make_live) of a block that did not wait: none that waits is oversize.
     #[inline(always)]
     fn first_live(&mut self, id: BlockIdx, request: &Request, ledger: &mut Ledger<'_>) {
+        self.begin_life(id);
         let block = &mut self.blocks[id];
         block.list = request.list_of(block);
         if self.rules.is_oversize(block.bytes) {
@@ -210,11 +218,11 @@ impl Heap {
 
     #[inline]
     fn candidate(&self, request: &Request) -> Option<(FreeKey, BlockIdx)> {
-        let free = &self.classes[request.class.index()].free;
-        let mut found = free.best_fit(request.rounded)?;
         if self.rules.plain_fit {
-            return Some(found);
+            return self.plain_fit(request);
         }
+        let free = &self.lanes[Lane::from(request.class).index()].free;
+        let mut found = free.best_fit(request.rounded)?;
         if !request.expandable {
             while self.blocks[found.1].expandable {
                 found = free.after(found.0)?;
@@ -231,6 +239,16 @@ impl Heap {
             }
         }
         Some(found)
+    }
+
+    /// The smallest block that suffices: of the lane where the request belongs, else of the other one of
+    /// its class. To leave that to its own would take a move where there is room, and with it more
+    /// time and, as it turned out, more memory.
+    #[inline]
+    fn plain_fit(&self, request: &Request) -> Option<(FreeKey, BlockIdx)> {
+        let fit = |lane: Lane| self.lanes[lane.index()].free.best_fit(request.rounded);
+        let lane = self.lane_for(request.class, request.rounded);
+        fit(lane).or_else(|| fit(lane.other()?))
     }
 
     /// The bytes of a free block and of the hole behind it.
@@ -272,7 +290,7 @@ impl Heap {
         let block = &self.blocks[id];
         debug_assert_eq!(block.state, BlockState::Live);
         let (addr, bytes, requested) = (block.addr, block.bytes, block.requested);
-        ledger.stats.give_back(block.class, bytes, requested);
+        ledger.stats.give_back(block.lane.class(), bytes, requested);
         self.trace(ledger, TraceAction::FreeRequested, addr, requested);
         if self.rules.is_oversize(bytes) {
             ledger.stats.count_oversize_allocation(false);
@@ -288,7 +306,7 @@ impl Heap {
         debug_assert_eq!(block.state, BlockState::Live);
         block.state = BlockState::Draining { pending };
         let (addr, bytes, requested, class) =
-            (block.addr, block.bytes, block.requested, block.class);
+            (block.addr, block.bytes, block.requested, block.lane.class());
         ledger.stats.let_go(class, bytes);
         self.trace(ledger, TraceAction::FreeRequested, addr, requested);
         if self.rules.is_oversize(bytes) {
@@ -317,7 +335,7 @@ impl Heap {
             return false;
         }
         let (addr, bytes, requested, class) =
-            (block.addr, block.bytes, block.requested, block.class);
+            (block.addr, block.bytes, block.requested, block.lane.class());
         self.trace(ledger, TraceAction::FreeCompleted, addr, requested);
         ledger.stats.drained(class, bytes, requested);
         self.become_free(id, ledger);
@@ -341,8 +359,9 @@ impl Heap {
     /// Puts a freed block into the free index.
     #[inline(never)]
     fn merge_freed(&mut self, id: BlockIdx, ledger: &mut Ledger<'_>) {
+        self.end_life(id);
         let block = &self.blocks[id];
-        let (class, counts_split) = (block.class, !block.expandable);
+        let (class, counts_split) = (block.lane.class(), !block.expandable);
         let (merged, absorbed) = self.merge_and_insert(id);
         if counts_split {
             let block = &self.blocks[merged];
@@ -361,7 +380,7 @@ impl Heap {
         class: SizeClass,
         ledger: &mut Ledger<'_>,
     ) -> BlockIdx {
-        let block = self.adopt(id, base, bytes, class, SegmentKind::Whole, BlockState::Held);
+        let block = self.adopt(id, base, bytes, class.into(), SegmentKind::Whole, BlockState::Held);
         self.segments.prepare(id, bytes);
         ledger.stats.increase(Gauge::Segment, class, 1);
         ledger.stats.increase(Gauge::ReservedBytes, class, bytes);
@@ -377,14 +396,14 @@ impl Heap {
         id: SegmentId,
         base: Addr,
         bytes: u64,
-        class: SizeClass,
+        lane: Lane,
         kind: SegmentKind,
         state: BlockState,
     ) -> BlockIdx {
         let expandable = kind != SegmentKind::Whole;
-        let block = Block::new(base, bytes, state, id, class, expandable);
+        let block = Block::new(base, bytes, state, id, lane, expandable);
         let block = self.blocks.insert(block);
-        self.segments.insert(id, SegmentInfo::new(base, bytes, class, kind, block));
+        self.segments.insert(id, SegmentInfo::new(base, bytes, lane, kind, block));
         block
     }
 
@@ -393,7 +412,7 @@ impl Heap {
         debug_assert_eq!(self.blocks[id].state, BlockState::Held);
         let segment = self.segments.remove(self.blocks[id].segment);
         self.blocks.remove(id);
-        let (class, bytes) = (segment.class, segment.bytes);
+        let (class, bytes) = (segment.lane.class(), segment.bytes);
         self.trace(ledger, TraceAction::SegmentFree, segment.base, bytes);
         ledger.stats.decrease(Gauge::Segment, class, 1);
         ledger.stats.decrease(Gauge::ReservedBytes, class, bytes);

@@ -2,6 +2,7 @@
 
 use super::{Heap, Ledger, PageRun};
 use crate::block::{BlockIdx, BlockState};
+use crate::lane::Lane;
 use crate::size_class::SizeClass;
 use crate::units::Addr;
 
@@ -18,8 +19,8 @@ impl Heap {
     }
 
     /// The free block that ends where the hole at `at` starts, if there are such.
-    pub(crate) fn free_below(&self, class: SizeClass, at: Addr) -> Option<BlockIdx> {
-        let hole = self.classes[class.index()].unmapped.get(&at)?;
+    pub(crate) fn free_below(&self, lane: Lane, at: Addr) -> Option<BlockIdx> {
+        let hole = self.lanes[lane.index()].unmapped.get(&at)?;
         self.blocks.free_neighbour(self.blocks[*hole].prev)
     }
 
@@ -49,15 +50,15 @@ impl Heap {
         held: Option<BlockIdx>,
         ledger: &mut Ledger<'_>,
     ) -> BlockIdx {
-        let class = self.segments[run.segment].class;
-        let holes = &self.classes[class.index()].unmapped;
+        let lane = self.segments[run.segment].lane.index();
+        let holes = &self.lanes[lane].unmapped;
         let (addr, hole) =
             holes.range(..=run.addr).next_back().expect("E3: the run lies in a hole");
         let (addr, mut hole) = (*addr, *hole);
         if addr < run.addr {
             hole = self.split(hole, run.addr - addr);
             self.blocks[hole].state = BlockState::Unmapped;
-            self.classes[class.index()].unmapped.insert(run.addr, hole);
+            self.lanes[lane].unmapped.insert(run.addr, hole);
         }
         self.commit_map(hole, run, held, ledger)
     }

@@ -86,6 +86,7 @@ impl Heap {
 
     #[inline(never)]
     fn merge_late(&mut self, id: BlockIdx) {
+        self.end_life(id);
         self.merge_and_insert(id);
     }
 
@@ -97,7 +98,7 @@ impl Heap {
             self.blocks[latest].state = BlockState::Waiting { next: None };
         }
         self.recent.len -= 1;
-        self.merge_and_insert(large);
+        self.merge_late(large);
     }
 
     /// Serves a request from its list or else from the free index.
@@ -153,7 +154,7 @@ impl Heap {
                 let BlockState::Waiting { next } = self.blocks[id].state else {
                     unreachable!("I4: a block in a list waits")
                 };
-                self.merge_and_insert(id);
+                self.merge_late(id);
                 first = next;
             }
         }
@@ -170,7 +171,7 @@ impl Heap {
                 let block = &self.blocks[id];
                 let BlockState::Waiting { next } = block.state else { return None };
                 let right = block.list.index() == list
-                    && block.list == WaitingList::of(block.class, block.bytes);
+                    && block.list == WaitingList::of(block.lane.class(), block.bytes);
                 if !right || listed == self.recent.len as usize {
                     return None;
                 }

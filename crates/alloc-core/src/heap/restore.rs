@@ -91,7 +91,7 @@ impl Heap {
         for mark in marks {
             let free = walk.to(self, mark).expect("I12: the plan was checked");
             let block = self.cut_out(free, mark, ledger);
-            let class = self.blocks[block].class;
+            let class = self.blocks[block].lane.class();
             let request = Request {
                 requested: mark.requested,
                 rounded: mark.bytes,
@@ -110,7 +110,7 @@ impl Heap {
     /// been free by itself.
     fn cut_out(&mut self, free: BlockIdx, mark: &LiveMark, ledger: &mut Ledger<'_>) -> BlockIdx {
         let whole = &self.blocks[free];
-        let (class, addr, bytes) = (whole.class, whole.addr, whole.bytes);
+        let (class, addr, bytes) = (whole.lane.class(), whole.addr, whole.bytes);
         let before = if whole.is_split() { (1, bytes) } else { (0, 0) };
         let counts_split = !whole.expandable;
         self.remove_free(free);

@@ -2,6 +2,7 @@
 
 use super::Heap;
 use crate::block::{BlockIdx, BlockState};
+use crate::lane::Lane;
 use crate::size_class::{BLOCK_BYTES_MIN, OURS_SMALL_BYTES_MAX, SizeClass};
 use crate::units::Addr;
 
@@ -37,7 +38,7 @@ pub(crate) enum SegmentKind {
 pub(crate) struct SegmentInfo {
     pub(crate) base: Addr,
     pub(crate) bytes: u64,
-    pub(crate) class: SizeClass,
+    pub(crate) lane: Lane,
     pub(crate) kind: SegmentKind,
     /// Names it among all segments that its heap ever had, unlike its id.
     pub(crate) serial: u64,
@@ -55,11 +56,11 @@ impl SegmentInfo {
     pub(crate) const fn new(
         base: Addr,
         bytes: u64,
-        class: SizeClass,
+        lane: Lane,
         kind: SegmentKind,
         head: BlockIdx,
     ) -> Self {
-        SegmentInfo { base, bytes, class, kind, serial: 0, head, live: Vec::new() }
+        SegmentInfo { base, bytes, lane, kind, serial: 0, head, live: Vec::new() }
     }
 
     pub(crate) const fn is_expandable(&self) -> bool {
@@ -75,7 +76,7 @@ impl SegmentInfo {
     }
 
     const fn place_bytes(&self) -> u64 {
-        match self.class {
+        match self.lane.class() {
             SizeClass::Small => BLOCK_BYTES_MIN,
             SizeClass::Large => OURS_SMALL_BYTES_MAX,
         }
@@ -85,7 +86,7 @@ impl SegmentInfo {
     fn place(&self, addr: Addr) -> usize {
         let offset = addr - self.base;
         // Both divisors are constants, so that this is a shift.
-        (match self.class {
+        (match self.lane.class() {
             SizeClass::Small => offset / BLOCK_BYTES_MIN,
             SizeClass::Large => offset / OURS_SMALL_BYTES_MAX,
         }) as usize

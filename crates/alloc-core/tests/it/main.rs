@@ -3,6 +3,7 @@
 //! * `cases_*`: real-world reports cut down to a sequence of operations, one test each;
 //! * `machine`: random operations against the naive model, after every operation;
 //! * `machine_moving`: longer runs of them in which memory moves, under the judge;
+//! * `lasting`: sizes that live long, and where they go;
 //! * `moving`: what a move costs, and which old views are used again and dropped;
 //! * `faults`, `interleave`: a failure, or another thread's operation, at every backend call;
 //! * `threads`: real threads;
@@ -29,6 +30,7 @@ mod faults;
 mod faults_graphs;
 mod forgotten;
 mod interleave;
+mod lasting;
 mod liar;
 mod machine;
 mod machine_graphs;

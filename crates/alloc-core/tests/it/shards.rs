@@ -79,11 +79,13 @@ fn segments(judged: &Judged<Alloc>, bytes: u64, stream: &MockStream) -> usize {
 
 #[test]
 fn small_requests_of_a_thread_go_to_its_shard_and_large_ones_do_not() {
-    let (judged, stream) = judged(DIVIDED);
+    // Lanes have segments of their own, too.
+    let divided = format!("{DIVIDED},ours_lasting:0");
+    let (judged, stream) = judged(&divided);
     assert!(segments(&judged, MIB, &stream) > 1);
     assert_eq!(segments(&judged, MIB + 1, &stream), 1);
     ends(judged);
-    let (judged, stream) = self::judged(&format!("{DIVIDED},ours_shard_max_kb:64"));
+    let (judged, stream) = self::judged(&format!("{divided},ours_shard_max_kb:64"));
     assert!(segments(&judged, 64 * KIB, &stream) > 1);
     assert_eq!(segments(&judged, 64 * KIB + 1, &stream), 1);
     ends(judged);

@@ -1,11 +1,13 @@
 //! New ranges: which handles, old and new, to put side by side.
 
 use super::stock::{Piece, Stock};
+use crate::backend::SEGMENT_ALIGN;
 use crate::block::BlockIdx;
 use crate::handles::{HandleId, Layout, Part};
 use crate::heap::SegmentId;
 use crate::size_class::SizeClass;
 use crate::units::Addr;
+use std::cmp::Reverse;
 
 /// Address space in which nothing is mapped.
 #[derive(Clone, Copy, Debug)]
@@ -53,11 +55,31 @@ pub(super) struct Task<'a> {
     pub(super) desperate: bool,
 }
 
+/// Of so many new handles and more the last ones are small.
+const MANY: usize = 8;
+/// How small.
+const FINE_BYTES: u64 = 4 << 20;
+
+/// Halves the last handle until it is small. Where a large request ends, and where one of nearly its
+/// size will end in the same memory, half of a handle is left over on average.
+fn refine_end(parts: &mut Vec<Part>) {
+    while let Some(&Part::New(last)) = parts.last()
+        && last > FINE_BYTES
+    {
+        let half = (last / 2).next_multiple_of(SEGMENT_ALIGN);
+        parts.pop();
+        parts.extend([Part::New(half), Part::New(last - half)]);
+    }
+}
+
 /// New handles of `bytes` together, each at most `largest`.
 pub(super) fn cut(bytes: u64, largest: u64) -> Vec<Part> {
     let mut parts = vec![Part::New(largest); (bytes / largest) as usize];
     if !bytes.is_multiple_of(largest) {
         parts.push(Part::New(bytes % largest));
+    }
+    if parts.len() >= MANY {
+        refine_end(&mut parts);
     }
     parts
 }
@@ -133,7 +155,7 @@ impl Task<'_> {
         idle.retain(fits);
         idle.sort_by_cached_key(|handle| {
             let first = self.stock.of(*handle).map(|at| self.stock.pieces[at].at).min();
-            (std::cmp::Reverse(self.stock.age(*handle)), first)
+            (Reverse(self.stock.age(*handle)), first)
         });
         idle
     }
@@ -201,11 +223,17 @@ impl Task<'_> {
         let closing =
             |rest: u64| heads.iter().filter(|head| head.bytes >= rest).min_by_key(|h| h.bytes);
         plan.add_end(self, tail);
+        let mut whole = Vec::new();
         let mut idle = idle.iter();
         while rest > 0 && closing(rest).is_none() {
             let Some(handle) = idle.next() else { break };
             rest = rest.saturating_sub(self.layout[*handle].bytes);
-            plan.add_idle(self, *handle);
+            whole.push(*handle);
+        }
+        // The request ends in the last one, and leaves the rest of it.
+        whole.sort_by_key(|handle| Reverse(self.layout[*handle].bytes));
+        for handle in whole {
+            plan.add_idle(self, handle);
         }
         let mut head = if rest > 0 { closing(rest) } else { None };
         if rest > 0 && head.is_none() {

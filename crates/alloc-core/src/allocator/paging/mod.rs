@@ -11,28 +11,28 @@ mod compose;
 mod heal;
 mod moves;
 mod pace;
+mod sites;
 mod stock;
+mod terms;
 mod window;
 
 use super::allocate::HandedOut;
 use super::grow::{Grown, Shortage};
 use super::pools::is_same;
 use super::{AllocResult, Device, HeapCell, Paging, Shared};
-use crate::backend::{Backend, BackendError, Completion, ErrorKind, SEGMENT_ALIGN};
-use crate::config::OursSettings;
-use crate::error::{AddressSpaceLack, AllocError};
+use crate::backend::{Backend, Completion, SEGMENT_ALIGN};
+use crate::error::AllocError;
 use crate::handles::{HandleStore, Part};
 use crate::heap::Request;
-use crate::pager::{BadRange, PagerError};
-use crate::size_class::{BLOCK_BYTES_MIN, LARGE_SEGMENT_BYTES, SizeClass};
-use crate::stats::Gauge;
+use crate::pager::PagerError;
+use crate::size_class::{BLOCK_BYTES_MIN, SizeClass};
 use crate::trace::TraceBuffer;
 use crate::units::DeviceId;
 use compose::{Plan, Site, Task, cut};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::Duration;
 use stock::{BLOCK_OF_PAGES, Stock};
+use terms::Terms;
 
 pub(super) use pace::Pace;
 
@@ -50,35 +50,6 @@ const STEPS_OF_HURRY: u64 = 32;
 
 /// Plans that other threads may spoil before growth gives up on moving and takes new memory.
 const ATTEMPTS: usize = 4;
-
-/// How much memory a device needs.
-struct Usage {
-    /// Bytes that clients hold or work may still use.
-    active: u64,
-    /// Bytes that shards may have besides.
-    slack: u64,
-}
-
-/// What one attempt goes by.
-struct Terms {
-    knobs: OursSettings,
-    /// Multiple of all handle sizes.
-    unit: u64,
-    /// What may be reserved before memory is moved.
-    line: u64,
-    /// Most bytes that were ever needed.
-    peak: u64,
-    /// What is created at once at least.
-    step: u64,
-    /// The largest new handle.
-    handle_bytes_max: u64,
-    /// Whether other streams may be waited for.
-    waiting: bool,
-    /// The line was reached and moving as usual did not do.
-    desperate: bool,
-    /// Nothing may move into, out of or inside the heap: it is only given new handles.
-    pinned: bool,
-}
 
 impl<B: Backend> Shared<B> {
     /// One attempt to serve a request; see the module. `waiting`: whether it may wait for other
@@ -139,53 +110,6 @@ impl<B: Backend> Shared<B> {
         }
     }
 
-    fn terms(
-        &self,
-        store: &Store<B>,
-        cell: &HeapCell<B>,
-        request: &Request,
-        waiting: bool,
-    ) -> Terms {
-        let device = &self.devices[cell.device.index()];
-        let knobs = self.settings.lock().ours;
-        let unit = store.granularity(cell.device).max(SEGMENT_ALIGN);
-        let usage = self.usage(device);
-        let needed = usage.active + request.rounded;
-        let peak = device.needed_peak.fetch_max(needed, Ordering::Relaxed).max(needed);
-        let margin = ((peak as f64 * knobs.margin) as u64).max(knobs.margin_bytes_min);
-        let calm = cell.lock().body.heap.note_growth(request.class);
-        let free = device.reserved().saturating_sub(usage.active);
-        let step = match request.class {
-            SizeClass::Small => 0,
-            SizeClass::Large => step_bytes(peak, knobs.step, free),
-        };
-        let step = step.min(knobs.handle_bytes_max) / unit * unit;
-        let pinned = cell.pool().is_pinned();
-        let line = peak.saturating_add(margin).saturating_add(device.pace.extra());
-        let line = if cell.shard > 0 { line.saturating_add(usage.slack) } else { line };
-        Terms {
-            knobs,
-            unit,
-            line: if pinned { u64::MAX } else { line },
-            peak,
-            step,
-            handle_bytes_max: handle_bytes_max(&knobs, request, unit, calm).max(step),
-            waiting,
-            desperate: false,
-            pinned,
-        }
-    }
-
-    fn usage(&self, device: &Device<B>) -> Usage {
-        let mut usage = Usage { active: 0, slack: 0 };
-        for cell in device.heaps() {
-            let active = cell.bytes(Gauge::ActiveBytes);
-            usage.active += active;
-            usage.slack += cell.slack(active);
-        }
-        usage
-    }
-
     fn try_by_handles(
         &self,
         store: &Store<B>,
@@ -199,15 +123,14 @@ impl<B: Backend> Shared<B> {
         let line = terms.line.min(device.limit().unwrap_or(u64::MAX));
         let headroom = line.saturating_sub(reserved) / terms.unit * terms.unit;
         let room = request.rounded + self.slack(store, terms);
-        let (behind, _) = match self.sites(store, cell, request, room)? {
+        let (behind, _) = match self.sites(store, cell, request, terms, room)? {
             Ok(sites) => sites,
             Err(shortage) => return Ok(Err(Setback::Shortage(shortage))),
         };
         let need = (request.rounded - behind.left_bytes()).next_multiple_of(terms.unit);
         if need <= headroom {
             let ahead = request.rounded.saturating_mul(u64::from(terms.knobs.ahead));
-            let least = terms.step.max(terms.knobs.margin_bytes_min / 2);
-            let ahead = ahead.max(least).min(headroom).min(behind.bytes);
+            let ahead = ahead.max(terms.step).min(headroom).min(behind.bytes);
             let ahead = if terms.pinned { need } else { ahead };
             let create = (ahead / terms.unit * terms.unit).max(need);
             let create = self.within_limit(device, create, need);
@@ -286,7 +209,7 @@ impl<B: Backend> Shared<B> {
         // From here to the driver calls of `extend` nobody else can change what handles there are: the
         // backend is not called, and so cannot call back.
         let quiet = self.quiet_heaps(cell, terms.waiting)?;
-        let Some((behind, apart)) = self.find_sites(store, cell, request, room) else {
+        let Some((behind, apart)) = self.find_sites(store, cell, request, terms, room) else {
             return Ok(Err(Setback::Interrupted));
         };
         let mut supply = self.supply(store, cell, terms, &quiet);
@@ -300,7 +223,7 @@ impl<B: Backend> Shared<B> {
         let window = {
             let state = cell.lock();
             let (heap, layout) = (&state.body.heap, store.layout());
-            window::find(heap, &layout, &supply.stock, request.class, request.rounded)
+            window::find(heap, &layout, &supply.stock, terms.lane, request.rounded)
         };
         if let Some(window) = window {
             return self.reopen(store, cell, request, &window, &supply, trace);
@@ -316,7 +239,7 @@ impl<B: Backend> Shared<B> {
                 headroom,
                 step: terms.step,
                 handle_bytes_max: terms.handle_bytes_max,
-                part_bytes_min: least_part(terms),
+                part_bytes_min: terms.part_bytes_min(),
                 // Views are dropped again at leisure.
                 views_max: if terms.desperate {
                     usize::MAX
@@ -344,89 +267,6 @@ impl<B: Backend> Shared<B> {
         let left = device.limit().map_or(u64::MAX, |limit| limit.saturating_sub(device.reserved()));
         let left = left / SEGMENT_ALIGN * SEGMENT_ALIGN;
         bytes.min(left).max(least)
-    }
-
-    /// Address space that a range may take beyond the request: handles are taken whole.
-    fn slack(&self, store: &Store<B>, terms: &Terms) -> u64 {
-        let largest = terms.knobs.handle_bytes_calm.max(store.layout().largest());
-        (4 * largest + terms.step).next_multiple_of(terms.unit)
-    }
-
-    /// [`find_sites`](Self::find_sites), reserving more address space if there is not enough.
-    fn sites(
-        &self,
-        store: &Store<B>,
-        cell: &HeapCell<B>,
-        request: &Request,
-        room: u64,
-    ) -> AllocResult<Grown<(Site, Site)>, B> {
-        match self.find_sites(store, cell, request, room) {
-            Some(found) => Ok(Ok(found)),
-            None => Ok(self.reserve_site(store, cell, request, room)?.map(|site| (site, site))),
-        }
-    }
-
-    /// Where the request needs the least new backing, and where a range of its own can lie.
-    fn find_sites(
-        &self,
-        store: &Store<B>,
-        cell: &HeapCell<B>,
-        request: &Request,
-        room: u64,
-    ) -> Option<(Site, Site)> {
-        let state = cell.lock();
-        let heap = &state.body.heap;
-        let layout = store.layout();
-        let segments = heap.segments.iter();
-        let usable = segments.filter(|(_, s)| s.is_expandable() && s.class == request.class);
-        let mut best: Option<Site> = None;
-        let mut lowest = None;
-        for (segment, info) in usable {
-            for (at, bytes) in layout.gaps(info.base).filter(|(_, bytes)| *bytes >= room) {
-                let left = heap.free_below(request.class, at);
-                let left = left.map(|block| (block, heap.blocks[block].bytes));
-                let left = left.filter(|(_, bytes)| *bytes < request.rounded);
-                let site = Site { segment, base: info.base, at, bytes, left };
-                lowest.get_or_insert(Site { left: None, ..site });
-                if best.is_none_or(|best| best.left_bytes() < site.left_bytes()) {
-                    best = Some(site);
-                }
-            }
-        }
-        best.zip(lowest)
-    }
-
-    fn reserve_site(
-        &self,
-        store: &Store<B>,
-        cell: &HeapCell<B>,
-        request: &Request,
-        room: u64,
-    ) -> AllocResult<Grown<Site>, B> {
-        let total = self.devices[cell.device.index()].total;
-        if request.rounded > total {
-            return Ok(Err(Shortage::Memory));
-        }
-        let unit = store.granularity(cell.device).max(SEGMENT_ALIGN);
-        let usual = self.settings.lock().reserve_bytes(total, unit, None) / cell.sharing();
-        let bytes = usual.max(room).next_multiple_of(unit);
-        let flaw = |base, actual| self.flaw(base, actual, bytes);
-        let base = match store.reserve(cell.device, bytes, &flaw) {
-            Ok(Ok(base)) => base,
-            Ok(Err(BadRange { base, bytes, why })) => {
-                return Err(AllocError::BadSegment { base, bytes, why });
-            }
-            Err(error) if error.source.kind() == ErrorKind::OutOfMemory => {
-                return Ok(Err(Shortage::Addresses(AddressSpaceLack::Exhausted { bytes })));
-            }
-            Err(error) => return Err(backend_error(error)),
-        };
-        let mut state = cell.lock();
-        let heap = &mut state.body.heap;
-        let segment = heap.segments.next_id();
-        // Holes end where a byte belongs to another view, which is at any block boundary.
-        heap.adopt_reservation(segment, base, bytes, request.class, BLOCK_BYTES_MIN);
-        Ok(Ok(Site { segment, base, at: base, bytes, left: None }))
     }
 
     fn own_stock(&self, store: &Store<B>, cell: &HeapCell<B>, least: stock::Least) -> Supply<B> {
@@ -538,42 +378,8 @@ struct Supply<B: Backend> {
 
 fn has_idle_pages<B: Backend>(cell: &HeapCell<B>) -> bool {
     let state = cell.lock();
-    let classes = &state.body.heap.classes;
-    classes.iter().any(|class| class.free.best_fit(BLOCK_OF_PAGES).is_some())
-}
-
-/// What to create at once at least: `share` of what was ever needed, but little where little lies
-/// `free`. A program whose memory is used up when it grows may be near its peak, where all that is
-/// created ahead is too much; one that has holes loses more to them.
-fn step_bytes(peak: u64, share: f64, free: u64) -> u64 {
-    let whole = (peak as f64 * share) as u64;
-    whole.min(whole / 7 + free / 2)
-}
-
-/// The largest handle to create for a request: as large as the request or as usual, larger only if it
-/// would take very many of those. In a calm phase, where memory only grows, handles
-/// become larger from growth to growth: what lives long is not moved.
-fn handle_bytes_max(knobs: &OursSettings, request: &Request, unit: u64, calm: u32) -> u64 {
-    if request.class == SizeClass::Small {
-        return unit;
-    }
-    let share = request.rounded / u64::from(knobs.handle_share) / unit * unit;
-    let usual = share.min(knobs.handle_bytes_max).max(unit);
-    let part = request.rounded / u64::from(knobs.handle_parts);
-    let usual = usual.max(part.min(PART_BYTES_MAX)) / unit * unit;
-    let doublings = calm.saturating_sub(CALM_AFTER).min(16);
-    let calm = (usual << doublings).min(knobs.handle_bytes_calm);
-    usual.max(calm) / unit * unit
-}
-
-/// The largest handle of a request that is cut into a number of parts: PyTorch's page.
-const PART_BYTES_MAX: u64 = LARGE_SEGMENT_BYTES;
-
-/// Growths in a row without a free after which a phase counts as calm.
-const CALM_AFTER: u32 = 2;
-
-fn least_part(terms: &Terms) -> u64 {
-    if terms.desperate { BLOCK_BYTES_MIN } else { terms.knobs.part_bytes_min }
+    let lanes = &state.body.heap.lanes;
+    lanes.iter().any(|lane| lane.free.best_fit(BLOCK_OF_PAGES).is_some())
 }
 
 fn backend_error<E>(error: PagerError<E>) -> AllocError<E> {

@@ -3,6 +3,7 @@
 use crate::block::{BlockId, BlockIdx};
 use crate::handles::{HandleId, Layout};
 use crate::heap::{Heap, SegmentId};
+use crate::lane::Lane;
 use crate::size_class::SizeClass;
 use crate::units::Addr;
 
@@ -64,9 +65,9 @@ impl Stock {
     }
 
     fn add(&mut self, index: usize, heap: &Heap, layout: &Layout, least: Least) {
-        for class in SizeClass::ALL {
-            let free = &heap.classes[class.index()].free;
-            for (key, block) in free.iter_from(least[class.index()]) {
+        for lane in SizeClass::ALL.into_iter().flat_map(Lane::of) {
+            let free = &heap.lanes[lane.index()].free;
+            for (key, block) in free.iter_from(least[lane.class().index()]) {
                 let b = &heap.blocks[block];
                 if !b.expandable {
                     continue;

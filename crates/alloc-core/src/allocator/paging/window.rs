@@ -5,7 +5,7 @@ use super::stock::{Piece, Stock};
 use crate::block::BlockIdx;
 use crate::handles::{HandleId, Layout};
 use crate::heap::{Heap, SegmentId};
-use crate::size_class::SizeClass;
+use crate::lane::Lane;
 use crate::units::Addr;
 
 /// A piece and where it moves to.
@@ -47,11 +47,11 @@ pub(super) fn find(
     heap: &Heap,
     layout: &Layout,
     stock: &Stock,
-    class: SizeClass,
+    lane: Lane,
     wanted: u64,
 ) -> Option<Vec<Return>> {
     let mut search = Search { stock, layout, wanted, stretch: Stretch::default(), best: None };
-    for hole in heap.classes[class.index()].unmapped.values() {
+    for hole in heap.lanes[lane.index()].unmapped.values() {
         search.walk(heap, layout, *hole);
     }
     search.flush();
