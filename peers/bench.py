@@ -45,6 +45,16 @@ SMALL = [
     ("threads 16 1024 {} 22", 10_000, 1_000_000),
     ("shared 16 1024 {} 22", 10_000, 200_000),
 ]
+# The same for PyTorch and ours alone, with more steps, again and again.
+DUEL = [
+    ("pingpong 1024 {}", 500_000, 2_000_000),
+    ("pingpong 67108864 {}", 500_000, 2_000_000),
+    ("churn 64 {} 22 7", 500_000, 1_000_000),
+    ("churn 1024 {} 22 7", 500_000, 1_000_000),
+    ("churn 8192 {} 22 7", 500_000, 1_000_000),
+    ("shared 16 1024 {} 22", 50_000, 1_000_000),
+]
+DUEL_OF_OURS = ["threads 1 1024 1000000 22", "threads 16 1024 1000000 22"]
 # Only ours; the peers' driver has no such mode.
 LIVE = ["live 1000 1000000", "live 1000000 1000000"]
 TRACES = ["gpt_varlen", "resnet", "moe", "unet_res", "rlhf"]
@@ -196,6 +206,16 @@ class Session:
             for alternative in OURS:
                 self.ours(words, alternative)
 
+    def duel(self):
+        """Ours and PyTorch, for as long as there is time."""
+        while not self.is_over():
+            for template, peer_count, own_count in DUEL:
+                self.ours(template.format(own_count), [])
+                if self.peers:
+                    self.keep(self.peers.measure("torch", template.format(peer_count)))
+            for words in DUEL_OF_OURS:
+                self.ours(words, [])
+
     def replays(self):
         for name in TRACES:
             if self.is_over():
@@ -233,8 +253,9 @@ def arguments():
                         help="no measurement begins later than this after the start")
     parser.add_argument("--rounds", type=int, default=3,
                         help="of the small measurements; replays have one less")
-    parser.add_argument("--only", choices=["predictions", "small", "replays"],
-                        help="leave out the rest")
+    parser.add_argument("--only", choices=["predictions", "small", "replays", "duel"],
+                        help="leave out the rest; duel: the small ones again and again, with more "
+                        "steps, of ours and PyTorch alone")
     parser.add_argument("--lab", type=pathlib.Path, default=HERE.parent / "alloc-lab",
                         help="the program alloc-lab")
     parser.add_argument("--traces", type=pathlib.Path, default=HERE.parent / "traces",
@@ -258,7 +279,9 @@ def main():
 
         if wanted("predictions") and options.backend == "cuda":
             session.predictions()
-        for i in range(options.rounds):
+        if options.only == "duel":
+            session.duel()
+        for i in range(0 if options.only == "duel" else options.rounds):
             if wanted("small"):
                 session.small()
             if wanted("replays") and (i + 1 < options.rounds or i == 0):

@@ -15,17 +15,17 @@ pub(crate) const FREES_WATCHED: u32 = 4096;
 /// the two; keys that follow change single settings of them.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct OursSettings {
-    /// `ours_margin`, from 0 to 1 without 1: memory is moved rather than created once this fraction
+    /// `ours_margin`, from 0 to 1: memory is moved rather than created once this fraction
     /// more is reserved than was ever needed. Larger means fewer moves and more memory.
     pub margin: f64,
     /// `ours_margin_min_mb`, in bytes: but not below this much more.
     pub margin_bytes_min: u64,
-    /// `ours_margin_calm`, from 0 to 1 without 1: while memory only grows, as when weights are loaded, this
+    /// `ours_margin_calm`, from 0 to 1: while memory only grows, as when weights are loaded, this
     /// fraction instead, but at most one handle of `ours_handle_calm_mb`. What comes next uses it.
     pub margin_calm: f64,
     /// `ours_ahead`: within the margin, up to this many times the request is created at once.
     pub ahead: u32,
-    /// `ours_step`, from 0 to 1 without 1: within the margin, at least this fraction of what was ever
+    /// `ours_step`, from 0 to 1: within the margin, at least this fraction of what was ever
     /// needed is created at once, in one handle; where memory is tight less of it, a seventh and half
     /// of what lies free. Larger means fewer driver calls and more memory.
     pub step: f64,
@@ -54,10 +54,10 @@ pub struct OursSettings {
     /// rounded to eight sizes a power of two. 0: blocks merge with free neighbours at once, and every request is
     /// rounded to 512 bytes.
     pub waiting_max: u32,
-    /// `ours_stall_share`, from 0 to 1 without 1: the share of time that moving memory may take, where
+    /// `ours_stall_share`, from 0 to 1: the share of time that moving memory may take, where
     /// the allocator has a clock.
     pub stall_share: f64,
-    /// `ours_hurry_max`, from 0 to 1 without 1: where that does not suffice, up to this fraction more
+    /// `ours_hurry_max`, from 0 to 1: where that does not suffice, up to this fraction more
     /// is reserved than was ever needed.
     pub hurry_max: f64,
     /// `ours_shards`, from 1 to 64: heaps that serve the smaller requests of a stream of the default pool
