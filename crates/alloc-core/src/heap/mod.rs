@@ -176,7 +176,8 @@ impl Heap {
         if self.should_split(block, request) {
             piece.note_cut(ledger);
             let rest = self.split(id, request.rounded);
-            self.insert_free(rest);
+            // What lies above may have become free while the block was in hand.
+            self.merge_and_insert(rest);
         } else {
             piece.note_whole(ledger);
         }
@@ -496,5 +497,37 @@ fn adjust(stats: &mut StatTable, gauge: Gauge, class: SizeClass, before: u64, af
         stats.increase(gauge, class, after - before);
     } else if before > after {
         stats.decrease(gauge, class, before - after);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::{Policy, Settings};
+
+    const MIB: u64 = 1 << 20;
+
+    /// Growth holds a block across calls of the backend, and across locks.
+    #[test]
+    fn what_is_left_of_a_block_in_hand_merges_with_what_became_free_meanwhile() {
+        let rules = Rules::new(Policy::Pytorch, &Settings::default(), false, true);
+        let pool = Arc::new(PoolShared::new(PoolId::DEFAULT, false));
+        let mut heap = Heap::new(DeviceId::new(0), StreamId::new(0), pool, rules);
+        let mut stats = StatTable::default();
+        let ledger = &mut Ledger { stats: &mut stats, trace: None };
+        let base = Addr::new(1 << 30);
+        let segment = heap.segments.next_id();
+        let hole = heap.adopt_reservation(segment, base, 64 * MIB, Lane::Large, 2 * MIB);
+        let run = heap.plan_map(hole, 20 * MIB);
+        let held = heap.commit_map(hole, &run, None, ledger);
+        heap.hand_out(held, &heap.rules.request(6 * MIB), ledger);
+        let above = heap.serve(&heap.rules.request(4 * MIB), ledger).expect("10 MiB are left");
+        heap.free(held, ledger);
+        heap.remove_free(held);
+        heap.free(above, ledger);
+        heap.hand_out(held, &heap.rules.request(2 * MIB), ledger);
+        let free: Vec<_> = heap.lanes[Lane::Large.index()].free.iter().collect();
+        let [(key, _)] = free[..] else { panic!("not merged: {free:?}") };
+        assert_eq!(key, FreeKey { bytes: 18 * MIB, addr: base + 2 * MIB });
     }
 }
