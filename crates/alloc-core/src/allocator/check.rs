@@ -346,7 +346,7 @@ fn check_tiling(heap: &Heap, id: SegmentId, segment: &SegmentInfo) -> Result<(),
             format!("expected a block at {cursor}, found {at} of {} bytes", block.bytes)
         })?;
         ensure(block.segment == id && block.lane == segment.lane, "I10", || {
-            format!("the block at {at} names another segment or class")
+            format!("the block at {at} names another segment or lane")
         })?;
         let linked = block.prev.map(|prev| heap.blocks[prev].addr) == below.map(|b| b.addr);
         ensure(linked, "I1", || format!("the block at {at} has a wrong lower neighbour"))?;

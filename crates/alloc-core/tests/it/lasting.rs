@@ -123,6 +123,18 @@ fn memory_moves_between_them() {
     Trained { rig, weights, activations: large }.ends(vec![]);
 }
 
+/// What lasts is not moved, so that it may have handles as large as itself.
+#[test]
+fn what_lasts_has_larger_handles() {
+    let trained = trained("ours_handle_max_mb:12");
+    created(&trained.rig);
+    let state = trained.rig.alloc(WEIGHT, &trained.rig.s(0));
+    assert_eq!(created(&trained.rig), [16]);
+    let passing = trained.rig.alloc(36 * MIB, &trained.rig.s(0));
+    assert_eq!(created(&trained.rig), [12, 12, 12]);
+    trained.ends(vec![state, passing]);
+}
+
 /// What is freed and asked for again at once has stayed: waiting for it is no death.
 #[test]
 fn a_block_that_is_asked_for_again_lives_on() {
