@@ -33,6 +33,8 @@ struct Slot {
     since: u64,
     /// How long blocks have lived, in all.
     lived: u64,
+    /// The latest size that was asked for.
+    latest: u64,
 }
 
 impl Slot {
@@ -67,9 +69,9 @@ const fn units(bytes: u64) -> u64 {
 }
 
 impl Lives {
-    /// A block of `bytes` is handed out.
+    /// A block of `bytes` is handed out. Returns whether the one before among sizes like it was as large.
     #[inline(never)]
-    fn begin(&mut self, bytes: u64) {
+    fn begin(&mut self, bytes: u64) -> bool {
         if self.slots.is_empty() {
             self.slots = vec![Slot::default(); SLOTS];
         }
@@ -79,6 +81,7 @@ impl Lives {
         let slot = &mut self.slots[slot_of(bytes)];
         *slot = slot.at(self.now);
         slot.live += 1;
+        std::mem::replace(&mut slot.latest, bytes) == bytes
     }
 
     /// A block of `bytes` can be used for other sizes.
@@ -139,7 +142,8 @@ impl Heap {
     pub(super) fn begin_life(&mut self, id: BlockIdx) {
         let block = &self.blocks[id];
         if self.is_watched(block) {
-            self.lives.begin(block.bytes);
+            let repeated = self.lives.begin(block.bytes);
+            self.variety.note(repeated);
         }
     }
 

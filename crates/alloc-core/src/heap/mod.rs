@@ -11,6 +11,7 @@ mod moving;
 mod recent;
 mod restore;
 mod segment;
+mod variety;
 
 pub(crate) use expandable::PageRun;
 use lives::Lives;
@@ -30,6 +31,7 @@ use crate::units::{Addr, DeviceId, PoolId, StreamId};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use variety::Variety;
 
 /// What all heaps of one pool share.
 #[derive(Debug)]
@@ -111,6 +113,7 @@ pub(crate) struct Heap {
     recent: Recent,
     /// Of the large class in expandable segments, with policy `ours`.
     lives: Lives,
+    variety: Variety,
 }
 
 impl Heap {
@@ -132,6 +135,7 @@ impl Heap {
             grown: (0, 0),
             recent: Recent::default(),
             lives: Lives::default(),
+            variety: Variety::default(),
         }
     }
 

@@ -8,13 +8,14 @@
 //! only hits know of them.
 //!
 //! In the large class, where a block kept whole may be missing elsewhere, only the latest one waits,
-//! and only until the next request of that class.
+//! and only until the next request of that class; while time is short, those of few sizes have lists
+//! too (`variety`).
 
 use super::{Heap, Ledger, LiveBlock, Request};
 use crate::block::{Block, BlockIdx, BlockState};
 use crate::size_class::{FewSize, SizeClass};
 
-/// Where blocks wait for a request: all large ones in one list, small ones by size.
+/// Where blocks wait for a request: by size those of few sizes, other large ones in one list.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct WaitingList(u8);
 
@@ -37,6 +38,16 @@ impl WaitingList {
         let few = FewSize::of(bytes);
         let waits = (few.bytes == bytes) & (bytes <= FewSize::BYTES_MAX);
         if waits { WaitingList::of_few(few) } else { WaitingList::NONE }
+    }
+
+    /// Whether a block may wait there.
+    fn may_have(self, block: &Block) -> bool {
+        let few = FewSize::of(block.bytes);
+        match self {
+            WaitingList::NONE => false,
+            WaitingList::LARGE => block.lane.class() == SizeClass::Large,
+            list => few.bytes == block.bytes && list == WaitingList::of_few(few),
+        }
     }
 
     const fn index(self) -> usize {
@@ -130,12 +141,52 @@ impl Heap {
     /// [`serve_hit`](Self::serve_hit) where no block of just that size waits.
     #[inline(never)]
     fn serve_index(&mut self, request: Request, ledger: &mut Ledger<'_>) -> Option<BlockIdx> {
+        if self.asks_for_the_time(request.class) {
+            return None;
+        }
         let served = self.serve(&request, ledger);
         if served.is_some() | (self.recent.len == 0) {
             return served;
         }
+        if self.rules.is_wide() {
+            return self.serve_waiting(&request, ledger);
+        }
         self.settle_all();
         self.serve_again(&request, ledger)
+    }
+
+    /// Serves a request from larger blocks that wait, or else from all of its class. Blocks wait so that
+    /// time is saved: no more of them merge than it takes.
+    fn serve_waiting(&mut self, request: &Request, ledger: &mut Ledger<'_>) -> Option<BlockIdx> {
+        for list in request.list.index()..WaitingList::COUNT {
+            while let Some(first) = self.take_waiting(list) {
+                self.merge_late(first);
+                let served = self.serve_again(request, ledger);
+                if served.is_some() {
+                    return served;
+                }
+            }
+        }
+        let class = |heap: &Self, id: BlockIdx| heap.blocks[id].lane.class();
+        for list in 0..request.list.index() {
+            while self.recent.first[list].is_some_and(|id| class(self, id) == request.class)
+                && let Some(first) = self.take_waiting(list)
+            {
+                self.merge_late(first);
+            }
+        }
+        self.serve_again(request, ledger)
+    }
+
+    /// Takes the block that came last off a list.
+    fn take_waiting(&mut self, list: usize) -> Option<BlockIdx> {
+        let first = self.recent.first[list]?;
+        let BlockState::Waiting { next } = self.blocks[first].state else {
+            unreachable!("I4: a block in a list waits")
+        };
+        self.recent.first[list] = next;
+        self.recent.len -= 1;
+        Some(first)
     }
 
     /// Merges every block that waits.
@@ -149,16 +200,10 @@ impl Heap {
     #[inline(never)]
     fn settle_all(&mut self) {
         for list in 0..WaitingList::COUNT {
-            let mut first = self.recent.first[list].take();
-            while let Some(id) = first {
-                let BlockState::Waiting { next } = self.blocks[id].state else {
-                    unreachable!("I4: a block in a list waits")
-                };
-                self.merge_late(id);
-                first = next;
+            while let Some(first) = self.take_waiting(list) {
+                self.merge_late(first);
             }
         }
-        self.recent.len = 0;
     }
 
     /// How many blocks the lists have; `None` if one is of another size or does not wait, or if they
@@ -170,8 +215,7 @@ impl Heap {
             while let Some(id) = cursor {
                 let block = &self.blocks[id];
                 let BlockState::Waiting { next } = block.state else { return None };
-                let right = block.list.index() == list
-                    && block.list == WaitingList::of(block.lane.class(), block.bytes);
+                let right = block.list.index() == list && block.list.may_have(block);
                 if !right || listed == self.recent.len as usize {
                     return None;
                 }
