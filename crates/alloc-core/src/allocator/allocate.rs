@@ -115,6 +115,7 @@ impl<B: Backend> Shared<B> {
         }
         let request = cell.state.lock().body.heap.rules.request(requested);
         let block = self.climb(cell, &request, &mut op)?;
+        cell.state.lock().body.heap.make_ready();
         Ok(self.allocation(cell, requested, block))
     }
 

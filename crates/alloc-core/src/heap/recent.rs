@@ -14,6 +14,7 @@
 use super::{Heap, Ledger, LiveBlock, Request};
 use crate::block::{Block, BlockIdx, BlockState};
 use crate::size_class::{FewSize, SizeClass};
+use crate::units::Addr;
 
 /// Where blocks wait for a request: by size those of few sizes, other large ones in one list.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -72,11 +73,27 @@ pub(crate) struct Recent {
     first: [Option<BlockIdx>; WaitingList::COUNT],
     /// How many wait.
     len: u32,
+    /// How many large blocks in a row were asked for again at once, up to [`RETURNS`].
+    returned: u8,
+    /// The latest large block, if it did not wait.
+    merged: Option<Merged>,
+}
+
+/// So many large blocks in a row that were asked for again let one expect it of the next.
+const RETURNS: u8 = 2;
+
+/// A block that merged with its neighbours but may be asked for again: until then it has not died.
+#[derive(Clone, Copy, Debug)]
+struct Merged {
+    /// The free block that it is a part of.
+    into: BlockIdx,
+    addr: Addr,
+    bytes: u64,
 }
 
 impl Default for Recent {
     fn default() -> Self {
-        Recent { first: [None; WaitingList::COUNT], len: 0 }
+        Recent { first: [None; WaitingList::COUNT], len: 0, returned: RETURNS, merged: None }
     }
 }
 
@@ -86,6 +103,9 @@ impl Heap {
     pub(super) fn put_off(&mut self, id: BlockIdx) {
         let block = &mut self.blocks[id];
         let list = block.list;
+        if (list == WaitingList::LARGE) & (self.recent.returned < RETURNS) {
+            return self.merge_early(id);
+        }
         let next = self.recent.first[list.index()].replace(id);
         block.state = BlockState::Waiting { next };
         self.recent.len += 1;
@@ -99,6 +119,42 @@ impl Heap {
     fn merge_late(&mut self, id: BlockIdx) {
         self.end_life(id);
         self.merge_and_insert(id);
+    }
+
+    /// Merges a large block at once: it is not expected back, and the next large request has enough to
+    /// do. It gets the block all the same if it is of its size.
+    #[inline(never)]
+    fn merge_early(&mut self, id: BlockIdx) {
+        self.forget_merged();
+        let Block { addr, bytes, .. } = self.blocks[id];
+        let (into, _) = self.merge_and_insert(id);
+        self.recent.merged = Some(Merged { into, addr, bytes });
+    }
+
+    /// The latest large block is not asked for again, or what it merged with may change.
+    pub(super) fn forget_merged(&mut self) {
+        if let Some(merged) = self.recent.merged.take() {
+            self.lives.end(merged.bytes);
+        }
+    }
+
+    /// Hands out a block that has merged, where it was.
+    #[inline(never)]
+    fn take_back(&mut self, merged: Merged, request: &Request, ledger: &mut Ledger<'_>) -> BlockIdx {
+        let Merged { into, addr, bytes } = merged;
+        self.remove_free(into);
+        let below = addr - self.blocks[into].addr;
+        let block = if below == 0 { into } else { self.split(into, below) };
+        if block != into {
+            self.insert_free(into);
+        }
+        if self.blocks[block].bytes > bytes {
+            let above = self.split(block, bytes);
+            self.insert_free(above);
+        }
+        self.blocks[block].list = request.list;
+        self.make_live(block, request, ledger);
+        block
     }
 
     /// Merges the block of the large class that waited before, or all that wait.
@@ -132,6 +188,7 @@ impl Heap {
         self.recent.first[list] = next;
         self.recent.len -= 1;
         if !fits {
+            self.recent.returned = 0;
             self.merge_late(first);
             return self.serve_index(request, ledger).map(|id| self.live_block(id));
         }
@@ -143,6 +200,16 @@ impl Heap {
     fn serve_index(&mut self, request: Request, ledger: &mut Ledger<'_>) -> Option<BlockIdx> {
         if self.asks_for_the_time(request.class) {
             return None;
+        }
+        if request.class == SizeClass::Large
+            && let Some(merged) = self.recent.merged
+        {
+            if (merged.bytes == request.rounded) & (request.list == WaitingList::LARGE) {
+                self.recent.merged = None;
+                self.recent.returned += 1;
+                return Some(self.take_back(merged, &request, ledger));
+            }
+            self.forget_merged();
         }
         let served = self.serve(&request, ledger);
         if served.is_some() | (self.recent.len == 0) {
@@ -158,24 +225,30 @@ impl Heap {
     /// Serves a request from larger blocks that wait, or else from all of its class. Blocks wait so that
     /// time is saved: no more of them merge than it takes.
     fn serve_waiting(&mut self, request: &Request, ledger: &mut Ledger<'_>) -> Option<BlockIdx> {
-        for list in request.list.index()..WaitingList::COUNT {
-            while let Some(first) = self.take_waiting(list) {
-                self.merge_late(first);
+        let own = request.list.index();
+        for list in own..WaitingList::COUNT {
+            while self.merge_waiting(list, request.class) {
                 let served = self.serve_again(request, ledger);
                 if served.is_some() {
                     return served;
                 }
             }
         }
-        let class = |heap: &Self, id: BlockIdx| heap.blocks[id].lane.class();
-        for list in 0..request.list.index() {
-            while self.recent.first[list].is_some_and(|id| class(self, id) == request.class)
-                && let Some(first) = self.take_waiting(list)
-            {
-                self.merge_late(first);
-            }
+        for list in 0..own {
+            while self.merge_waiting(list, request.class) {}
         }
         self.serve_again(request, ledger)
+    }
+
+    /// Merges the block that came last to a list, if it is of that class.
+    fn merge_waiting(&mut self, list: usize, class: SizeClass) -> bool {
+        let first = self.recent.first[list];
+        let first = first.filter(|id| self.blocks[*id].lane.class() == class);
+        if let Some(first) = first {
+            self.take_waiting(list);
+            self.merge_late(first);
+        }
+        first.is_some()
     }
 
     /// Takes the block that came last off a list.
@@ -192,13 +265,23 @@ impl Heap {
     /// Merges every block that waits.
     #[inline]
     pub(crate) fn settle(&mut self) {
-        if self.recent.len != 0 {
+        if (self.recent.len != 0) | self.recent.merged.is_some() {
             self.settle_all();
         }
     }
 
+    /// The size of the latest large block, if it has merged and may be asked for again; 0, which no block
+    /// has, if it is not where it should be.
+    pub(super) fn merged_bytes(&self) -> Option<u64> {
+        let Merged { into, addr, bytes } = self.recent.merged?;
+        let block = &self.blocks[into];
+        let is_inside = block.addr <= addr && addr + bytes <= block.end();
+        Some(if block.state == BlockState::Free && is_inside { bytes } else { 0 })
+    }
+
     #[inline(never)]
     fn settle_all(&mut self) {
+        self.forget_merged();
         for list in 0..WaitingList::COUNT {
             while let Some(first) = self.take_waiting(list) {
                 self.merge_late(first);

@@ -86,10 +86,10 @@ fn their_blocks_wait() {
     let sizes = [MIB, 3 * MIB, 2 * MIB, 10 * MIB];
     let blocks = sizes.map(|bytes| program.rig.alloc(bytes, &s0));
     let was = blocks.each_ref().map(|block| block.addr());
-    blocks.map(|block| program.rig.free(block));
+    blocks.into_iter().for_each(|block| program.rig.free(block));
     let again = sizes.map(|bytes| program.rig.alloc(bytes - 1000, &s0));
     assert_eq!(again.each_ref().map(|block| block.addr()), was);
-    again.map(|block| program.rig.free(block));
+    again.into_iter().for_each(|block| program.rig.free(block));
 }
 
 /// A request that no block of its size waits for gets part of a larger one, then what all others are
@@ -104,15 +104,15 @@ fn what_waits_serves_other_sizes_before_memory_grows() {
     let small = [0; 8].map(|_| program.rig.alloc(64 * KIB, &s0));
     let was = small.each_ref().map(|block| block.addr());
     let blocks = [2, 4, 3].map(|mib| program.rig.alloc(mib * MIB, &s0));
-    small.map(|block| program.rig.free(block));
-    blocks.map(|block| program.rig.free(block));
+    small.into_iter().for_each(|block| program.rig.free(block));
+    blocks.into_iter().for_each(|block| program.rig.free(block));
     let reserved = program.rig.reserved();
     let whole = program.rig.alloc(9 * MIB, &s0);
     assert_eq!(program.rig.reserved(), reserved);
     let mut again = [0; 8].map(|_| program.rig.alloc(64 * KIB, &s0));
     again.reverse();
     assert_eq!(again.each_ref().map(|block| block.addr()), was);
-    again.map(|block| program.rig.free(block));
+    again.into_iter().for_each(|block| program.rig.free(block));
     program.rig.free(whole);
 }
 
