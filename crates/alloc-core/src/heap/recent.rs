@@ -140,7 +140,12 @@ impl Heap {
 
     /// Hands out a block that has merged, where it was.
     #[inline(never)]
-    fn take_back(&mut self, merged: Merged, request: &Request, ledger: &mut Ledger<'_>) -> BlockIdx {
+    fn take_back(
+        &mut self,
+        merged: Merged,
+        request: &Request,
+        ledger: &mut Ledger<'_>,
+    ) -> BlockIdx {
         let Merged { into, addr, bytes } = merged;
         self.remove_free(into);
         let below = addr - self.blocks[into].addr;
