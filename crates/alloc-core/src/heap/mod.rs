@@ -312,7 +312,7 @@ impl Heap {
 
     /// A free that waits for nothing: the client lets go (spec §3.1) and the block can be used again
     /// (spec §3.2).
-    #[inline]
+    #[inline(always)]
     pub(crate) fn free(&mut self, id: BlockIdx, ledger: &mut Ledger<'_>) {
         let block = &self.blocks[id];
         debug_assert_eq!(block.state, BlockState::Live);
@@ -370,7 +370,7 @@ impl Heap {
     }
 
     /// Nothing touches the block any more, and nobody names it: the next request may get it as it is.
-    #[inline]
+    #[inline(always)]
     fn become_free(&mut self, id: BlockIdx, ledger: &mut Ledger<'_>) {
         self.clock = self.clock.wrapping_add(1);
         self.blocks.renew(id);
