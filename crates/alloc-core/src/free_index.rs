@@ -467,10 +467,9 @@ impl FreeIndex {
         Some(word * 64 + bits.trailing_zeros() as usize)
     }
 
-    /// Reads the line of every bin that is not empty. What it returns means nothing.
+    /// Reads the line of every bin. What it returns means nothing.
     pub(crate) fn read_through(&self) -> u64 {
-        let occupied = std::iter::successors(self.first_bin(0), |bin| self.first_bin(bin + 1));
-        occupied.map(|bin| self.bins[bin].ranks[0]).fold(0, u64::wrapping_add)
+        self.bins.iter().map(|bin| bin.ranks[0]).fold(0, u64::wrapping_add)
     }
 
     /// All blocks, ascending.
