@@ -78,6 +78,26 @@ impl Directory {
         Owner::unpack(leaf[low].load(Ordering::Acquire))
     }
 
+    /// Whether anybody owns a page that `bytes` from `base` on touch. The range lies below
+    /// [`ADDRESS_END`]. Address space is reserved by the size of the device, so stretches of which no page
+    /// ever had an owner are passed at once.
+    pub(crate) fn is_owned(&self, base: Addr, bytes: u64) -> bool {
+        let mut page = base.get() >> PAGE_BITS;
+        let last = (base.get() + bytes - 1) >> PAGE_BITS;
+        while page <= last {
+            let [high, middle, low] = split(page);
+            let end = (last - page).min((FANOUT - 1 - low) as u64) as usize + low;
+            let leaf = self.root[high].get().and_then(|middles| middles[middle].get());
+            let owned =
+                |leaf: &Leaf| leaf[low..=end].iter().any(|p| p.load(Ordering::Acquire) != 0);
+            if leaf.is_some_and(owned) {
+                return true;
+            }
+            page += (end - low) as u64 + 1;
+        }
+        false
+    }
+
     /// Registers all pages that `bytes` from `base` on touch. The range lies below [`ADDRESS_END`].
     pub(crate) fn register(&self, base: Addr, bytes: u64, owner: Owner) {
         self.fill(base, bytes, owner.pack());
@@ -117,6 +137,33 @@ mod tests {
         assert_eq!(directory.owner(base + (6 << 20)), None);
         directory.unregister(base, 5 << 20);
         assert_eq!(directory.owner(base), None);
+    }
+
+    #[test]
+    fn ranges_of_any_length_are_looked_through() {
+        let stretch = FANOUT as u64 * SEGMENT_ALIGN;
+        let directory = Directory::new();
+        let owner = Owner { heap: 1, segment: SegmentId::new(2) };
+        let owned = Addr::new(5 * stretch + 7 * SEGMENT_ALIGN);
+        directory.register(owned, 2 * SEGMENT_ALIGN, owner);
+        let is_owned = |from: u64, to: u64| directory.is_owned(Addr::new(from), to - from);
+        let (first, end) = (owned.get(), owned.get() + 2 * SEGMENT_ALIGN);
+        for (from, to, expected) in [
+            (first, first + 1, true),
+            (end - 1, end, true),
+            (first - SEGMENT_ALIGN, first, false),
+            (first - SEGMENT_ALIGN, first + 1, true),
+            (end, end + SEGMENT_ALIGN, false),
+            (SEGMENT_ALIGN, first, false),
+            (SEGMENT_ALIGN, first + 1, true),
+            (end, end + 3 * stretch, false),
+            (SEGMENT_ALIGN, ADDRESS_END, true),
+            (end, ADDRESS_END, false),
+        ] {
+            assert_eq!(is_owned(from, to), expected, "{from:x} to {to:x}");
+        }
+        directory.unregister(owned, 2 * SEGMENT_ALIGN);
+        assert!(!is_owned(SEGMENT_ALIGN, ADDRESS_END));
     }
 
     #[test]

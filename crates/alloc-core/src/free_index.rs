@@ -151,21 +151,21 @@ impl Bin {
         self.len -= 1;
     }
 
-    /// The least that is not below `rank`.
+    /// The least that is not below `rank`, and where it is.
     #[inline]
-    fn at_or_above(&self, rank: u64) -> Option<(u64, BlockIdx)> {
+    fn at_or_above(&self, rank: u64) -> Option<(u64, BlockIdx, usize)> {
         // What is below wraps around, and so comes after the empty places.
         let ahead = |at: usize| self.ranks[at].wrapping_sub(rank);
-        let (mut least, mut found) = (ahead(0), self.blocks[0]);
+        let (mut least, mut found) = (ahead(0), 0);
         for at in 1..FRONT {
             let next = ahead(at);
-            found = if next < least { self.blocks[at] } else { found };
+            found = if next < least { at } else { found };
             least = least.min(next);
         }
         if least >= u64::MAX - rank {
             return None;
         }
-        Some((rank + least, found?))
+        Some((rank + least, self.blocks[found]?, found))
     }
 
     /// Where the last in order is.
@@ -179,6 +179,37 @@ struct Entry {
     key: FreeKey,
     block: BlockIdx,
 }
+
+/// A free block that a search found. Its place holds until the index changes.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Found {
+    pub(crate) key: FreeKey,
+    pub(crate) block: BlockIdx,
+    spot: Spot,
+}
+
+/// Where in the index a block is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+struct Spot(u32);
+
+impl Spot {
+    /// Outside the bins.
+    const LATEST: Spot = Spot(u32::MAX);
+    /// Among those that no bin has room for.
+    const DEEP: Spot = Spot(u32::MAX - 1);
+
+    #[inline]
+    const fn in_bin(bin: usize, at: usize) -> Self {
+        Spot((bin << 3 | at) as u32)
+    }
+
+    #[inline]
+    const fn bin(self) -> (usize, usize) {
+        (self.0 as usize >> 3, self.0 as usize & 7)
+    }
+}
+
+const _: () = assert!(FRONT <= 8 && BINS < 1 << 28);
 
 #[cold]
 #[inline(never)]
@@ -239,9 +270,7 @@ impl FreeIndex {
             self.bins[bin].push(rank, block);
             return;
         }
-        if self.deep.is_empty() {
-            self.deep.resize_with(BINS, Runs::default);
-        }
+        self.make_room();
         let (slot, deep) = (&mut self.bins[bin], &mut self.deep[bin]);
         let is_first = deep.first().is_none_or(|first| rank < first.0);
         if is_first && usize::from(slot.len) < FRONT {
@@ -260,6 +289,13 @@ impl FreeIndex {
         }
         deep.insert(rank, block);
         slot.deep = true;
+    }
+
+    /// Makes what a bin that is full needs, where there are bins.
+    pub(crate) fn make_room(&mut self) {
+        if self.deep.is_empty() && !self.bins.is_empty() {
+            self.deep.resize_with(BINS, Runs::default);
+        }
     }
 
     /// # Panics
@@ -283,11 +319,48 @@ impl FreeIndex {
         if at == FRONT {
             not_indexed(key);
         }
+        self.take_from(bin, at);
+    }
+
+    /// Takes a block out of a bin that has no others.
+    #[inline]
+    fn take_from(&mut self, bin: usize, at: usize) {
+        let slot = &mut self.bins[bin];
         slot.take(at);
         // Whether the bin is empty now is hard to foretell, so there is no branch.
         let word = &mut self.words[bin / 64];
         *word &= !(u64::from(slot.len == 0) << (bin % 64));
         self.summary &= !(u64::from(*word == 0) << (bin / 64));
+    }
+
+    /// [`remove`](Self::remove) of what a search found.
+    #[inline]
+    pub(crate) fn take(&mut self, found: &Found) {
+        if found.spot == Spot::LATEST {
+            self.latest = None;
+        } else {
+            self.take_binned(found);
+        }
+    }
+
+    #[inline]
+    fn take_binned(&mut self, Found { key, spot, .. }: &Found) {
+        let (bin, at) = spot.bin();
+        match self.bins.get(bin) {
+            Some(slot) if !slot.deep => self.take_from(bin, at),
+            _ => self.remove_binned(*key),
+        }
+    }
+
+    /// [`replace`](Self::replace) of what a search found.
+    #[inline]
+    pub(crate) fn put_in_place(&mut self, found: &Found, key: FreeKey, block: BlockIdx) {
+        if found.spot == Spot::LATEST {
+            self.latest = Some(Entry { key, block });
+        } else {
+            self.take_binned(found);
+            self.insert(key, block);
+        }
     }
 
     /// [`remove_binned`](Self::remove_binned) where the bin has others.
@@ -325,45 +398,57 @@ impl FreeIndex {
 
     /// The smallest block of at least `bytes`; among equals the lowest.
     #[inline]
-    pub(crate) fn best_fit(&self, bytes: u64) -> Option<(FreeKey, BlockIdx)> {
+    pub(crate) fn best_fit(&self, bytes: u64) -> Option<Found> {
         self.at_or_above(FreeKey { bytes, addr: Addr::NULL })
     }
 
     /// The next block in order.
-    pub(crate) fn after(&self, key: FreeKey) -> Option<(FreeKey, BlockIdx)> {
+    pub(crate) fn after(&self, key: FreeKey) -> Option<Found> {
         self.at_or_above(FreeKey { addr: key.addr + BLOCK_BYTES_MIN, ..key })
     }
 
     #[inline(always)]
-    fn at_or_above(&self, key: FreeKey) -> Option<(FreeKey, BlockIdx)> {
+    fn at_or_above(&self, key: FreeKey) -> Option<Found> {
         let binned = self.binned_at_or_above(key);
-        let Some(latest) = self.latest else { return binned };
-        let (first, block) = binned.unwrap_or((FreeKey::MAX, latest.block));
+        let Some(Entry { key: latest, block }) = self.latest else { return binned };
+        let spot = Spot::LATEST;
+        let binned = binned.unwrap_or(Found { key: FreeKey::MAX, block, spot });
         // Which one it is is hard to foretell.
-        let is_latest = (latest.key >= key) & (latest.key < first);
-        let found = select_unpredictable(is_latest, (latest.key, latest.block), (first, block));
-        (found.0 != FreeKey::MAX).then_some(found)
+        let is_latest = (latest >= key) & (latest < binned.key);
+        let found = Found {
+            key: select_unpredictable(is_latest, latest, binned.key),
+            block: select_unpredictable(is_latest, block, binned.block),
+            spot: select_unpredictable(is_latest, spot, binned.spot),
+        };
+        (found.key != FreeKey::MAX).then_some(found)
     }
 
     #[inline]
-    fn binned_at_or_above(&self, key: FreeKey) -> Option<(FreeKey, BlockIdx)> {
-        let Some(own) = Place::of(key) else { return self.huge.at_or_above(key) };
-        let Some(bin) = self.first_bin(own.bin) else { return self.huge.first() };
+    fn binned_at_or_above(&self, key: FreeKey) -> Option<Found> {
+        let deep = |(key, block)| Found { key, block, spot: Spot::DEEP };
+        let Some(own) = Place::of(key) else { return self.huge.at_or_above(key).map(deep) };
+        let Some(bin) = self.first_bin(own.bin) else { return self.huge.first().map(deep) };
         let rank = if bin == own.bin { own.rank } else { 0 };
         match self.bins[bin].at_or_above(rank) {
-            Some((rank, block)) => Some((Place { bin, rank }.key(), block)),
+            Some((rank, block, at)) => {
+                Some(Found { key: Place { bin, rank }.key(), block, spot: Spot::in_bin(bin, at) })
+            }
             None => self.beyond_front(own),
         }
     }
 
     /// [`binned_at_or_above`](Self::binned_at_or_above) where the first blocks of the bin are too small.
     #[inline(never)]
-    fn beyond_front(&self, Place { bin, rank }: Place) -> Option<(FreeKey, BlockIdx)> {
-        let found = |bin| move |(rank, block)| (Place { bin, rank }.key(), block);
+    fn beyond_front(&self, Place { bin, rank }: Place) -> Option<Found> {
+        let spot = Spot::DEEP;
+        let found = |bin, (rank, block)| Found { key: Place { bin, rank }.key(), block, spot };
         let deep = self.deep.get(bin).and_then(|deep| deep.at_or_above(rank));
-        deep.map(found(bin)).or_else(|| match self.first_bin(bin + 1) {
-            Some(next) => self.bins[next].at_or_above(0).map(found(next)),
-            None => self.huge.first(),
+        deep.map(|deep| found(bin, deep)).or_else(|| match self.first_bin(bin + 1) {
+            Some(next) => {
+                let first = self.bins[next].at_or_above(0);
+                first.map(|(rank, block, _)| found(next, (rank, block)))
+            }
+            None => self.huge.first().map(|(key, block)| Found { key, block, spot }),
         })
     }
 
@@ -380,6 +465,11 @@ impl FreeIndex {
         let word = later.trailing_zeros() as usize;
         let bits = self.words.get(word)?;
         Some(word * 64 + bits.trailing_zeros() as usize)
+    }
+
+    /// Reads the line of every bin. What it returns means nothing.
+    pub(crate) fn read_through(&self) -> u64 {
+        self.bins.iter().map(|bin| bin.ranks[0]).fold(0, u64::wrapping_add)
     }
 
     /// All blocks, ascending.
@@ -415,7 +505,7 @@ impl FreeIndex {
     }
 
     pub(crate) fn contains(&self, key: FreeKey, block: BlockIdx) -> bool {
-        self.at_or_above(key) == Some((key, block))
+        self.at_or_above(key).is_some_and(|found| (found.key, found.block) == (key, block))
     }
 
     pub(crate) fn len(&self) -> usize {
@@ -506,9 +596,10 @@ mod tests {
                 model.remove(&found);
             }
             let fit = model.range(key(at.bytes, 0)..).next().map(|(k, b)| (*k, *b));
-            assert_eq!(index.best_fit(at.bytes), fit);
+            let pair = |found: Found| (found.key, found.block);
+            assert_eq!(index.best_fit(at.bytes).map(pair), fit);
             let after = (Bound::Excluded(at), Bound::Unbounded);
-            assert_eq!(index.after(at), model.range(after).next().map(|(k, b)| (*k, *b)));
+            assert_eq!(index.after(at).map(pair), model.range(after).next().map(|(k, b)| (*k, *b)));
             if step % 997 == 0 {
                 assert_eq!(index.len(), model.len());
                 let from = index.iter_from(at.bytes);

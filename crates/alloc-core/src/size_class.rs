@@ -163,7 +163,8 @@ pub fn round_request(bytes: u64, divisions: &RoundupDivisions) -> u64 {
 
 /// Policy `ours` has few sizes in the small class, so that what is freed is soon asked for again: all
 /// multiples of [`BLOCK_BYTES_MIN`] up to sixteen of them, then eight to a power of two. That costs up
-/// to an eighth of a class that holds about a hundredth of a program's memory.
+/// to an eighth of a class that holds about a hundredth of a program's memory. Of the large class it
+/// costs more, so there only where time is short (`heap/variety.rs`).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct FewSize {
     /// A multiple of [`BLOCK_BYTES_MIN`].
@@ -175,8 +176,9 @@ pub(crate) struct FewSize {
 impl FewSize {
     /// The sizes to a power of two, as a power of two.
     const STEPS: u32 = 3;
-    /// The largest small class that any heap may have.
-    pub(crate) const BYTES_MAX: u64 = 2 << 20;
+    /// The largest, above the small class of any heap. What is larger is asked for so seldom that the
+    /// time that it takes does not matter.
+    pub(crate) const BYTES_MAX: u64 = 16 << 20;
     /// How many there are, and one more.
     pub(crate) const COUNT: usize = FewSize::of(FewSize::BYTES_MAX).number + 1;
 

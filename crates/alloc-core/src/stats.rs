@@ -240,9 +240,38 @@ impl StatTable {
         }
     }
 
-    /// Sets the peaks of what [`hand_out`](Self::hand_out) counts.
+    /// Sets the peaks of what [`hand_out`](Self::hand_out) counts. While memory rises, every hit comes here.
     #[inline(never)]
     fn raise_peaks(&mut self) {
+        if self.is_part {
+            return self.note_peaks();
+        }
+        let current = |table: &Self, gauge: usize| {
+            let [small, large] = &table.classes;
+            [small[gauge].current, large[gauge].current]
+        };
+        for (given, active) in [(ALLOCATION, ACTIVE), (ALLOCATED_BYTES, ACTIVE_BYTES)] {
+            let handed_out = current(self, given);
+            let draining = current(self, active);
+            self.lift(given, handed_out);
+            self.lift(active, [handed_out[0] + draining[0], handed_out[1] + draining[1]]);
+        }
+        self.lift(REQUESTED_BYTES, current(self, REQUESTED_BYTES));
+    }
+
+    /// The peaks of a gauge are at least these values of its classes, and their sum.
+    #[inline]
+    fn lift(&mut self, gauge: usize, values: [i64; 2]) {
+        for (class, value) in self.classes.iter_mut().zip(values) {
+            class[gauge].peak = class[gauge].peak.max(value);
+        }
+        self.peaks[gauge] = self.peaks[gauge].max(values[0] + values[1]);
+    }
+
+    /// [`raise_peaks`](Self::raise_peaks) where peaks are ceilings.
+    #[cold]
+    #[inline(never)]
+    fn note_peaks(&mut self) {
         for gauge in [ALLOCATION, ALLOCATED_BYTES, ACTIVE, ACTIVE_BYTES, REQUESTED_BYTES] {
             self.raise_gauge(gauge);
         }

@@ -107,9 +107,29 @@ impl<B: Backend> Shared<B> {
         requested: u64,
         mut op: Op<'_, B>,
     ) -> AllocResult<Allocation, B> {
+        if self.choose_sizes(cell)
+            && let Some(block) =
+                cell.hit(Some(&mut op.trace), |body, ledger| body.serve_cached(requested, ledger))
+        {
+            return Ok(self.allocation(cell, requested, HandedOut { heap: cell.name, block }));
+        }
         let request = cell.state.lock().body.heap.rules.request(requested);
         let block = self.climb(cell, &request, &mut op)?;
+        cell.state.lock().body.heap.make_ready();
         Ok(self.allocation(cell, requested, block))
+    }
+
+    /// Lets the heap decide about the sizes of large requests; see [`Heap::choose_sizes`]. Shards have few
+    /// sizes anyway, what is in private pools may stay for good, and there must be room for it.
+    ///
+    /// [`Heap::choose_sizes`]: crate::heap::Heap::choose_sizes
+    fn choose_sizes(&self, cell: &HeapCell<B>) -> bool {
+        let device = &*cell.home;
+        let peak = device.needed_peak.load(Ordering::Relaxed);
+        let most = device.limit().unwrap_or(u64::MAX).min(device.total);
+        let may_widen = cell.may_divide() && peak.saturating_add(peak / 4) <= most;
+        let now = self.now();
+        cell.state.lock().body.heap.choose_sizes(now, may_widen)
     }
 
     #[inline]

@@ -131,22 +131,16 @@ impl<B: Backend> Shared<B> {
 
     /// Why a range cannot be a segment of this allocator, if so.
     fn flaw_of_range(&self, base: Addr, bytes: u64) -> Option<&'static str> {
-        let end = base.checked_add(bytes).filter(|end| end.get() <= ADDRESS_END);
-        let Some(end) = end else { return Some("it ends beyond 2^57") };
+        if base.checked_add(bytes).is_none_or(|end| end.get() > ADDRESS_END) {
+            return Some("it ends beyond 2^57");
+        }
         if base.is_null() || bytes == 0 {
             return Some("it is empty or starts at 0");
         }
         if !base.is_aligned(SEGMENT_ALIGN) {
             return Some("its base is not a multiple of 2 MiB");
         }
-        let mut page = base;
-        while page < end {
-            if self.directory.owner(page).is_some() {
-                return Some(OVERLAP);
-            }
-            page = page + SEGMENT_ALIGN;
-        }
-        None
+        self.directory.is_owned(base, bytes).then_some(OVERLAP)
     }
 
     fn grow_expandable(

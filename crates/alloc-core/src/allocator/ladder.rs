@@ -79,6 +79,14 @@ impl<B: Backend> Shared<B> {
         if let Ok(block) = self.grow(cell, request, false, trace)? {
             return Ok(Ok(block));
         }
+        // Memory is short, whatever time is.
+        let exact = &cell.state.lock().body.heap.exact(request);
+        if exact.rounded < request.rounded
+            && let Ok(block) = self.grow(cell, exact, false, trace)?
+        {
+            return Ok(Ok(block));
+        }
+        let request = exact;
         if let Some(block) = self.lent_by_pools(cell, request, steps, trace) {
             return Ok(Ok(block));
         }

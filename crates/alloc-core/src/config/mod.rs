@@ -292,6 +292,8 @@ pub(crate) struct Rules {
     /// How many freed blocks may wait to be asked for again. 0 where a rule forbids some requests some
     /// blocks.
     pub(crate) waiting_max: u32,
+    /// How many large requests it takes to tell whether their sizes are ever new ones; 0 is never.
+    pub(crate) variety: u32,
     /// Largest rounded request of the small class.
     pub(crate) small_bytes_max: u64,
     /// Requests up to here are rounded to one of few sizes. 0 where no freed block waits.
@@ -320,7 +322,7 @@ impl Rules {
             settings.gc_threshold.is_some() && (limited || policy == Policy::Ours);
         let plain_fit = policy == Policy::Ours && expandable;
         let small_bytes_max = if plain_fit { OURS_SMALL_BYTES_MAX } else { SMALL_BYTES_MAX };
-        let rules = Rules {
+        let mut rules = Rules {
             roundup: settings.roundup.honouring_one(policy == Policy::Ours),
             plain_rounding: settings.roundup.is_plain(),
             large_segment_bytes,
@@ -337,6 +339,11 @@ impl Rules {
             } else {
                 0
             },
+            variety: if plain_fit && settings.ours.hurry_max > 0.0 {
+                settings.ours.variety
+            } else {
+                0
+            },
             small_bytes_max,
             few_bytes_max: 0,
             shards: if expandable && policy == Policy::Ours {
@@ -347,19 +354,26 @@ impl Rules {
             shard_bytes_max: settings.ours.shard_bytes_max.clamp(1, SHARD_BYTES_MAX),
             collisions: settings.ours.collisions,
         };
-        rules.with_small_class(small_bytes_max)
+        rules.widen(false);
+        rules
     }
 
     /// The rules of a shard, whose small class is as large as what it is for.
     pub(crate) fn of_shard(self) -> Self {
-        let small_bytes_max = self.shard_bytes_max;
-        self.with_small_class(small_bytes_max)
+        let mut rules = Rules { small_bytes_max: self.shard_bytes_max, ..self };
+        rules.widen(false);
+        rules
     }
 
-    fn with_small_class(self, small_bytes_max: u64) -> Self {
-        let few_bytes_max =
-            if self.waiting_max > 0 { FewSize::bytes_up_to(small_bytes_max) } else { 0 };
-        Rules { small_bytes_max, few_bytes_max, ..self }
+    /// Whether requests of the large class are rounded to few sizes as well: time is short.
+    pub(crate) const fn is_wide(&self) -> bool {
+        self.few_bytes_max > self.small_bytes_max
+    }
+
+    /// Rounds requests of the large class to few sizes as well, or no longer.
+    pub(crate) fn widen(&mut self, yes: bool) {
+        let most = if yes { FewSize::BYTES_MAX } else { self.small_bytes_max };
+        self.few_bytes_max = if self.waiting_max > 0 { FewSize::bytes_up_to(most) } else { 0 };
     }
 
     /// A request of `requested` bytes, which is neither 0 nor too large.
@@ -375,7 +389,7 @@ impl Rules {
         if rounded <= self.few_bytes_max {
             let few = FewSize::of(rounded);
             let list = WaitingList::of_few(few);
-            let class = SizeClass::Small;
+            let class = SizeClass::of(few.bytes, self.small_bytes_max);
             return Request { requested, rounded: few.bytes, class, expandable, list };
         }
         let class = SizeClass::of(rounded, self.small_bytes_max);

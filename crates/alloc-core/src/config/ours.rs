@@ -54,6 +54,12 @@ pub struct OursSettings {
     /// rounded to eight sizes a power of two. 0: blocks merge with free neighbours at once, and every request is
     /// rounded to 512 bytes.
     pub waiting_max: u32,
+    /// `ours_variety`: where the allocator has a clock, and of so many requests above 256 KiB that no freed
+    /// block waited for three quarters and more ask for a new size, with 125,000 frees a second and more,
+    /// those of up to 16 MiB are rounded to few sizes as well, and wait once freed. Growth then takes
+    /// new memory where it would have moved some, up to half of `ours_hurry_max`. It ends when frees become
+    /// fewer or memory is short. 0 is never.
+    pub variety: u32,
     /// `ours_stall_share`, from 0 to 1: the share of time that moving memory may take, where
     /// the allocator has a clock.
     pub stall_share: f64,
@@ -104,6 +110,7 @@ impl Default for OursSettings {
             lasting_turnovers: 3,
             views_max: 8,
             waiting_max: 512,
+            variety: 512,
             stall_share: 0.01,
             hurry_max: 0.5,
             shards: 16,

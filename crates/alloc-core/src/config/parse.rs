@@ -185,6 +185,7 @@ fn set_ours(ours: &mut OursSettings, entry: &Entry<'_>) -> Result<(), ConfError>
         "ours_ahead" => ours.ahead = between(entry, 1..=1024)?,
         "ours_stall_share" => ours.stall_share = fraction(entry)?,
         "ours_hurry_max" => ours.hurry_max = fraction(entry)?,
+        "ours_variety" => ours.variety = between(entry, 0..=1 << 20)?,
         "ours_waiting_max" => ours.waiting_max = between(entry, 0..=1 << 16)?,
         "ours_views_max" => ours.views_max = between(entry, 1..=64)?,
         "ours_shards" => ours.shards = between(entry, 1..=SHARDS_MAX)?,

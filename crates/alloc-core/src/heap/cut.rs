@@ -2,7 +2,7 @@
 
 use super::Heap;
 use crate::block::{BlockIdx, BlockState};
-use crate::free_index::FreeKey;
+use crate::free_index::{Found, FreeKey};
 
 /// Free neighbours that a block swallowed, or that swallowed it.
 #[derive(Debug, Default)]
@@ -12,12 +12,14 @@ pub(super) struct Absorbed {
 }
 
 impl Heap {
-    /// Cuts a request of `bytes` from the beginning of a free block that has `key` in the index, where
-    /// the rest takes its place.
+    /// Cuts a request of `bytes` from the beginning of a free block, whose place in the index the rest
+    /// takes.
     #[inline]
-    pub(super) fn carve(&mut self, free: BlockIdx, key: FreeKey, bytes: u64) {
-        let (rest, rest_key) = self.blocks.split(free, bytes, BlockState::Free);
-        self.replace_free(key, rest_key, rest);
+    pub(super) fn carve(&mut self, free: &Found, bytes: u64) {
+        let (rest, key) = self.blocks.split(free.block, bytes, BlockState::Free);
+        let block = &mut self.blocks[rest];
+        block.free_since = self.pool.searches(block.lane.class());
+        self.lanes[block.lane.index()].free.put_in_place(free, key, rest);
     }
 
     /// Cuts a block after its first `bytes`; it keeps those. Returns the rest, which is `Held`.

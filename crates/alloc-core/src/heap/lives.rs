@@ -33,6 +33,8 @@ struct Slot {
     since: u64,
     /// How long blocks have lived, in all.
     lived: u64,
+    /// The latest size that was asked for.
+    latest: u64,
 }
 
 impl Slot {
@@ -67,9 +69,9 @@ const fn units(bytes: u64) -> u64 {
 }
 
 impl Lives {
-    /// A block of `bytes` is handed out.
+    /// A block of `bytes` is handed out. Returns whether the one before among sizes like it was as large.
     #[inline(never)]
-    fn begin(&mut self, bytes: u64) {
+    fn begin(&mut self, bytes: u64) -> bool {
         if self.slots.is_empty() {
             self.slots = vec![Slot::default(); SLOTS];
         }
@@ -79,11 +81,12 @@ impl Lives {
         let slot = &mut self.slots[slot_of(bytes)];
         *slot = slot.at(self.now);
         slot.live += 1;
+        std::mem::replace(&mut slot.latest, bytes) == bytes
     }
 
     /// A block of `bytes` can be used for other sizes.
     #[inline(never)]
-    fn end(&mut self, bytes: u64) {
+    pub(super) fn end(&mut self, bytes: u64) {
         let slot = &mut self.slots[slot_of(bytes)];
         *slot = slot.at(self.now);
         slot.live -= 1;
@@ -99,10 +102,15 @@ impl Lives {
     /// allocated as ever lived at once. Of a size that was never asked for, no.
     fn are_long(&self, bytes: u64, turnovers: u32) -> bool {
         let Some(slot) = self.slots.get(slot_of(bytes)) else { return false };
-        let known = slot.live > 0 || slot.deaths > 0;
-        let deaths = u64::from(slot.deaths) + 1;
-        let long = u64::from(turnovers).saturating_mul(self.live_peak).saturating_mul(deaths);
-        known && slot.at(self.now).lived >= long
+        let known = (slot.live > 0) | (slot.deaths > 0);
+        // Turnovers are below 2^17, peaks 2^41 units and deaths 2^6.
+        let long = u64::from(turnovers) * self.live_peak * (u64::from(slot.deaths) + 1);
+        known & (slot.at(self.now).lived >= long)
+    }
+
+    /// Reads every line of the slots. What it returns means nothing.
+    pub(super) fn read_through(&self) -> u64 {
+        self.slots.iter().step_by(2).map(|slot| slot.lived).fold(0, u64::wrapping_add)
     }
 
     /// Whether just `blocks` live.
@@ -139,7 +147,8 @@ impl Heap {
     pub(super) fn begin_life(&mut self, id: BlockIdx) {
         let block = &self.blocks[id];
         if self.is_watched(block) {
-            self.lives.begin(block.bytes);
+            let repeated = self.lives.begin(block.bytes);
+            self.variety.note(repeated);
         }
     }
 
@@ -158,7 +167,8 @@ impl Heap {
             let taken = block.is_active() || matches!(block.state, BlockState::Waiting { .. });
             taken && self.is_watched(block)
         });
-        self.lives.count(taken.map(|block| block.bytes))
+        let taken = taken.map(|block| block.bytes).chain(self.merged_bytes());
+        self.lives.count(taken)
     }
 }
 

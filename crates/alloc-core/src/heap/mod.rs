@@ -8,9 +8,11 @@ mod cut;
 mod expandable;
 mod lives;
 mod moving;
+mod ready;
 mod recent;
 mod restore;
 mod segment;
+mod variety;
 
 pub(crate) use expandable::PageRun;
 use lives::Lives;
@@ -21,7 +23,7 @@ pub(crate) use segment::{SegmentId, SegmentInfo, SegmentKind, SegmentTable};
 
 use crate::block::{Block, BlockId, BlockIdx, BlockSlab, BlockState};
 use crate::config::Rules;
-use crate::free_index::{FreeIndex, FreeKey};
+use crate::free_index::{Found, FreeIndex};
 use crate::lane::Lane;
 use crate::size_class::{BLOCK_BYTES_MIN, SMALL_BYTES_MAX, SizeClass};
 use crate::stats::{Gauge, StatTable};
@@ -30,6 +32,7 @@ use crate::units::{Addr, DeviceId, PoolId, StreamId};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use variety::Variety;
 
 /// What all heaps of one pool share.
 #[derive(Debug)]
@@ -111,6 +114,7 @@ pub(crate) struct Heap {
     recent: Recent,
     /// Of the large class in expandable segments, with policy `ours`.
     lives: Lives,
+    variety: Variety,
 }
 
 impl Heap {
@@ -132,6 +136,7 @@ impl Heap {
             grown: (0, 0),
             recent: Recent::default(),
             lives: Lives::default(),
+            variety: Variety::default(),
         }
     }
 
@@ -151,19 +156,18 @@ impl Heap {
         request: &Request,
         ledger: &mut Ledger<'_>,
     ) -> Option<BlockIdx> {
-        let (key, free) = self.candidate(request)?;
+        let found = self.candidate(request)?;
+        let free = found.block;
         let block = &self.blocks[free];
         if self.refuses_oversize(block, request) {
             return None;
         }
-        let piece = Piece::of(block, request);
-        if self.should_split(block, request) {
-            piece.note_cut(ledger);
-            self.carve(free, key, request.rounded);
+        let (is_cut, lane) = (self.should_split(found.key.bytes, request), block.lane.index());
+        self.note_piece(free, is_cut, request, ledger);
+        if is_cut {
+            self.carve(&found, request.rounded);
         } else {
-            piece.note_whole(ledger);
-            let lane = self.blocks[free].lane.index();
-            self.lanes[lane].free.remove(key);
+            self.lanes[lane].free.take(&found);
         }
         self.first_live(free, request, ledger);
         Some(free)
@@ -171,15 +175,12 @@ impl Heap {
 
     /// Makes a `Held` block that is large enough `Live`, giving back what is over (spec §2.14).
     pub(crate) fn hand_out(&mut self, id: BlockIdx, request: &Request, ledger: &mut Ledger<'_>) {
-        let block = &self.blocks[id];
-        let piece = Piece::of(block, request);
-        if self.should_split(block, request) {
-            piece.note_cut(ledger);
+        let is_cut = self.should_split(self.blocks[id].bytes, request);
+        self.note_piece(id, is_cut, request, ledger);
+        if is_cut {
             let rest = self.split(id, request.rounded);
             // What lies above may have become free while the block was in hand.
             self.merge_and_insert(rest);
-        } else {
-            piece.note_whole(ledger);
         }
         self.first_live(id, request, ledger);
     }
@@ -218,22 +219,23 @@ impl Heap {
     }
 
     #[inline]
-    fn candidate(&self, request: &Request) -> Option<(FreeKey, BlockIdx)> {
+    fn candidate(&self, request: &Request) -> Option<Found> {
         if self.rules.plain_fit {
             return self.plain_fit(request);
         }
         let free = &self.lanes[Lane::from(request.class).index()].free;
         let mut found = free.best_fit(request.rounded)?;
         if !request.expandable {
-            while self.blocks[found.1].expandable {
-                found = free.after(found.0)?;
+            while self.blocks[found.block].expandable {
+                found = free.after(found.key)?;
             }
             return Some(found);
         }
         // Prefer the block with the least room to grow behind it; the walk is PyTorch's.
-        while self.blocks[found.1].expandable {
-            match free.after(found.0) {
-                Some(next) if self.growable_bytes(next.1) < self.growable_bytes(found.1) => {
+        while self.blocks[found.block].expandable {
+            let room = self.growable_bytes(found.block);
+            match free.after(found.key) {
+                Some(next) if self.growable_bytes(next.block) < room => {
                     found = next;
                 }
                 _ => break,
@@ -246,7 +248,7 @@ impl Heap {
     /// its class. To leave that to its own would take a move where there is room, and with it more
     /// time and, as it turned out, more memory.
     #[inline]
-    fn plain_fit(&self, request: &Request) -> Option<(FreeKey, BlockIdx)> {
+    fn plain_fit(&self, request: &Request) -> Option<Found> {
         let fit = |lane: Lane| self.lanes[lane.index()].free.best_fit(request.rounded);
         let lane = self.lane_for(request.class, request.rounded);
         fit(lane).or_else(|| fit(lane.other()?))
@@ -275,18 +277,42 @@ impl Heap {
     }
 
     #[inline]
-    fn should_split(&self, block: &Block, request: &Request) -> bool {
+    fn should_split(&self, bytes: u64, request: &Request) -> bool {
         // The class changes from request to request, so it decides without a branch.
         let fine = (request.class == SizeClass::Small) | request.expandable;
         let splittable = self.rules.max_split_bytes.is_none_or(|max| request.rounded < max);
         let rest_min = if fine { BLOCK_BYTES_MIN } else { SMALL_BYTES_MAX + 1 };
-        let rest = block.bytes - request.rounded;
+        let rest = bytes - request.rounded;
         !self.pool.no_split & (fine | splittable) & (rest >= rest_min)
+    }
+
+    /// A request takes the beginning of a free block, or all of it. Blocks of expandable segments do not
+    /// count as split.
+    #[inline]
+    fn note_piece(&self, id: BlockIdx, is_cut: bool, request: &Request, ledger: &mut Ledger<'_>) {
+        let block = &self.blocks[id];
+        if block.expandable {
+            return;
+        }
+        let (stats, class) = (&mut *ledger.stats, request.class);
+        let (was_split, bytes) = (block.is_split(), block.bytes);
+        match (is_cut, was_split) {
+            (true, true) => stats.decrease(Gauge::InactiveSplitBytes, class, request.rounded),
+            (true, false) => {
+                stats.increase(Gauge::InactiveSplitBytes, class, bytes - request.rounded);
+                stats.increase(Gauge::InactiveSplit, class, 1);
+            }
+            (false, true) => {
+                stats.decrease(Gauge::InactiveSplitBytes, class, bytes);
+                stats.decrease(Gauge::InactiveSplit, class, 1);
+            }
+            (false, false) => {}
+        }
     }
 
     /// A free that waits for nothing: the client lets go (spec §3.1) and the block can be used again
     /// (spec §3.2).
-    #[inline]
+    #[inline(always)]
     pub(crate) fn free(&mut self, id: BlockIdx, ledger: &mut Ledger<'_>) {
         let block = &self.blocks[id];
         debug_assert_eq!(block.state, BlockState::Live);
@@ -344,7 +370,7 @@ impl Heap {
     }
 
     /// Nothing touches the block any more, and nobody names it: the next request may get it as it is.
-    #[inline]
+    #[inline(always)]
     fn become_free(&mut self, id: BlockIdx, ledger: &mut Ledger<'_>) {
         self.clock = self.clock.wrapping_add(1);
         self.blocks.renew(id);
@@ -360,6 +386,7 @@ impl Heap {
     /// Puts a freed block into the free index.
     #[inline(never)]
     fn merge_freed(&mut self, id: BlockIdx, ledger: &mut Ledger<'_>) {
+        self.forget_merged();
         self.end_life(id);
         let block = &self.blocks[id];
         let (class, counts_split) = (block.lane.class(), !block.expandable);
@@ -443,52 +470,6 @@ impl Heap {
     }
 }
 
-/// The free block that a request is served from, as statistics see it.
-struct Piece {
-    class: SizeClass,
-    bytes: u64,
-    wanted: u64,
-    was_split: bool,
-    /// Blocks of expandable segments do not count as split.
-    counts: bool,
-}
-
-impl Piece {
-    #[inline]
-    fn of(block: &Block, request: &Request) -> Self {
-        Piece {
-            class: request.class,
-            bytes: block.bytes,
-            wanted: request.rounded,
-            was_split: block.is_split(),
-            counts: !block.expandable,
-        }
-    }
-
-    /// The request takes the beginning of it.
-    #[inline]
-    fn note_cut(&self, ledger: &mut Ledger<'_>) {
-        let (stats, class) = (&mut *ledger.stats, self.class);
-        match (self.counts, self.was_split) {
-            (false, _) => {}
-            (true, true) => stats.decrease(Gauge::InactiveSplitBytes, class, self.wanted),
-            (true, false) => {
-                stats.increase(Gauge::InactiveSplitBytes, class, self.bytes - self.wanted);
-                stats.increase(Gauge::InactiveSplit, class, 1);
-            }
-        }
-    }
-
-    /// The request takes all of it.
-    #[inline]
-    fn note_whole(&self, ledger: &mut Ledger<'_>) {
-        if self.counts && self.was_split {
-            ledger.stats.decrease(Gauge::InactiveSplitBytes, self.class, self.bytes);
-            ledger.stats.decrease(Gauge::InactiveSplit, self.class, 1);
-        }
-    }
-}
-
 /// Books the net change from `before` to `after` as one step: the merges and the insertion of one
 /// free do not show separately in peaks and sums (spec §3.2).
 #[inline]
@@ -504,6 +485,7 @@ fn adjust(stats: &mut StatTable, gauge: Gauge, class: SizeClass, before: u64, af
 mod tests {
     use super::*;
     use crate::config::{Policy, Settings};
+    use crate::free_index::FreeKey;
 
     const MIB: u64 = 1 << 20;
 

@@ -8,13 +8,15 @@
 //! only hits know of them.
 //!
 //! In the large class, where a block kept whole may be missing elsewhere, only the latest one waits,
-//! and only until the next request of that class.
+//! and only until the next request of that class; while time is short, those of few sizes have lists
+//! too (`variety`).
 
 use super::{Heap, Ledger, LiveBlock, Request};
 use crate::block::{Block, BlockIdx, BlockState};
 use crate::size_class::{FewSize, SizeClass};
+use crate::units::Addr;
 
-/// Where blocks wait for a request: all large ones in one list, small ones by size.
+/// Where blocks wait for a request: by size those of few sizes, other large ones in one list.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct WaitingList(u8);
 
@@ -39,6 +41,16 @@ impl WaitingList {
         if waits { WaitingList::of_few(few) } else { WaitingList::NONE }
     }
 
+    /// Whether a block may wait there.
+    fn may_have(self, block: &Block) -> bool {
+        let few = FewSize::of(block.bytes);
+        match self {
+            WaitingList::NONE => false,
+            WaitingList::LARGE => block.lane.class() == SizeClass::Large,
+            list => few.bytes == block.bytes && list == WaitingList::of_few(few),
+        }
+    }
+
     const fn index(self) -> usize {
         self.0 as usize
     }
@@ -61,20 +73,39 @@ pub(crate) struct Recent {
     first: [Option<BlockIdx>; WaitingList::COUNT],
     /// How many wait.
     len: u32,
+    /// How many large blocks in a row were asked for again at once, up to [`RETURNS`].
+    returned: u8,
+    /// The latest large block, if it did not wait.
+    merged: Option<Merged>,
+}
+
+/// So many large blocks in a row that were asked for again let one expect it of the next.
+const RETURNS: u8 = 2;
+
+/// A block that merged with its neighbours but may be asked for again: until then it has not died.
+#[derive(Clone, Copy, Debug)]
+struct Merged {
+    /// The free block that it is a part of.
+    into: BlockIdx,
+    addr: Addr,
+    bytes: u64,
 }
 
 impl Default for Recent {
     fn default() -> Self {
-        Recent { first: [None; WaitingList::COUNT], len: 0 }
+        Recent { first: [None; WaitingList::COUNT], len: 0, returned: RETURNS, merged: None }
     }
 }
 
 impl Heap {
     /// Leaves a block that nothing touches any more as it is.
-    #[inline]
+    #[inline(always)]
     pub(super) fn put_off(&mut self, id: BlockIdx) {
         let block = &mut self.blocks[id];
         let list = block.list;
+        if (list == WaitingList::LARGE) & (self.recent.returned < RETURNS) {
+            return self.merge_early(id);
+        }
         let next = self.recent.first[list.index()].replace(id);
         block.state = BlockState::Waiting { next };
         self.recent.len += 1;
@@ -90,6 +121,47 @@ impl Heap {
         self.merge_and_insert(id);
     }
 
+    /// Merges a large block at once: it is not expected back, and the next large request has enough to
+    /// do. It gets the block all the same if it is of its size.
+    #[inline(never)]
+    fn merge_early(&mut self, id: BlockIdx) {
+        self.forget_merged();
+        let Block { addr, bytes, .. } = self.blocks[id];
+        let (into, _) = self.merge_and_insert(id);
+        self.recent.merged = Some(Merged { into, addr, bytes });
+    }
+
+    /// The latest large block is not asked for again, or what it merged with may change.
+    pub(super) fn forget_merged(&mut self) {
+        if let Some(merged) = self.recent.merged.take() {
+            self.lives.end(merged.bytes);
+        }
+    }
+
+    /// Hands out a block that has merged, where it was.
+    #[inline(never)]
+    fn take_back(
+        &mut self,
+        merged: Merged,
+        request: &Request,
+        ledger: &mut Ledger<'_>,
+    ) -> BlockIdx {
+        let Merged { into, addr, bytes } = merged;
+        self.remove_free(into);
+        let below = addr - self.blocks[into].addr;
+        let block = if below == 0 { into } else { self.split(into, below) };
+        if block != into {
+            self.insert_free(into);
+        }
+        if self.blocks[block].bytes > bytes {
+            let above = self.split(block, bytes);
+            self.insert_free(above);
+        }
+        self.blocks[block].list = request.list;
+        self.make_live(block, request, ledger);
+        block
+    }
+
     /// Merges the block of the large class that waited before, or all that wait.
     #[inline(never)]
     fn make_room(&mut self, large: Option<BlockIdx>) {
@@ -102,7 +174,7 @@ impl Heap {
     }
 
     /// Serves a request from its list or else from the free index.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn serve_hit(
         &mut self,
         request: Request,
@@ -121,6 +193,7 @@ impl Heap {
         self.recent.first[list] = next;
         self.recent.len -= 1;
         if !fits {
+            self.recent.returned = 0;
             self.merge_late(first);
             return self.serve_index(request, ledger).map(|id| self.live_block(id));
         }
@@ -130,35 +203,95 @@ impl Heap {
     /// [`serve_hit`](Self::serve_hit) where no block of just that size waits.
     #[inline(never)]
     fn serve_index(&mut self, request: Request, ledger: &mut Ledger<'_>) -> Option<BlockIdx> {
+        if self.asks_for_the_time(request.class) {
+            return None;
+        }
+        if request.class == SizeClass::Large
+            && let Some(merged) = self.recent.merged
+        {
+            if (merged.bytes == request.rounded) & (request.list == WaitingList::LARGE) {
+                self.recent.merged = None;
+                self.recent.returned += 1;
+                return Some(self.take_back(merged, &request, ledger));
+            }
+            self.forget_merged();
+        }
         let served = self.serve(&request, ledger);
         if served.is_some() | (self.recent.len == 0) {
             return served;
+        }
+        if self.rules.is_wide() {
+            return self.serve_waiting(&request, ledger);
         }
         self.settle_all();
         self.serve_again(&request, ledger)
     }
 
+    /// Serves a request from larger blocks that wait, or else from all of its class. Blocks wait so that
+    /// time is saved: no more of them merge than it takes.
+    fn serve_waiting(&mut self, request: &Request, ledger: &mut Ledger<'_>) -> Option<BlockIdx> {
+        let own = request.list.index();
+        for list in own..WaitingList::COUNT {
+            while self.merge_waiting(list, request.class) {
+                let served = self.serve_again(request, ledger);
+                if served.is_some() {
+                    return served;
+                }
+            }
+        }
+        for list in 0..own {
+            while self.merge_waiting(list, request.class) {}
+        }
+        self.serve_again(request, ledger)
+    }
+
+    /// Merges the block that came last to a list, if it is of that class.
+    fn merge_waiting(&mut self, list: usize, class: SizeClass) -> bool {
+        let first = self.recent.first[list];
+        let first = first.filter(|id| self.blocks[*id].lane.class() == class);
+        if let Some(first) = first {
+            self.take_waiting(list);
+            self.merge_late(first);
+        }
+        first.is_some()
+    }
+
+    /// Takes the block that came last off a list.
+    fn take_waiting(&mut self, list: usize) -> Option<BlockIdx> {
+        let first = self.recent.first[list]?;
+        let BlockState::Waiting { next } = self.blocks[first].state else {
+            unreachable!("I4: a block in a list waits")
+        };
+        self.recent.first[list] = next;
+        self.recent.len -= 1;
+        Some(first)
+    }
+
     /// Merges every block that waits.
     #[inline]
     pub(crate) fn settle(&mut self) {
-        if self.recent.len != 0 {
+        if (self.recent.len != 0) | self.recent.merged.is_some() {
             self.settle_all();
         }
     }
 
+    /// The size of the latest large block, if it has merged and may be asked for again; 0, which no block
+    /// has, if it is not where it should be.
+    pub(super) fn merged_bytes(&self) -> Option<u64> {
+        let Merged { into, addr, bytes } = self.recent.merged?;
+        let block = &self.blocks[into];
+        let is_inside = block.addr <= addr && addr + bytes <= block.end();
+        Some(if block.state == BlockState::Free && is_inside { bytes } else { 0 })
+    }
+
     #[inline(never)]
     fn settle_all(&mut self) {
+        self.forget_merged();
         for list in 0..WaitingList::COUNT {
-            let mut first = self.recent.first[list].take();
-            while let Some(id) = first {
-                let BlockState::Waiting { next } = self.blocks[id].state else {
-                    unreachable!("I4: a block in a list waits")
-                };
-                self.merge_late(id);
-                first = next;
+            while let Some(first) = self.take_waiting(list) {
+                self.merge_late(first);
             }
         }
-        self.recent.len = 0;
     }
 
     /// How many blocks the lists have; `None` if one is of another size or does not wait, or if they
@@ -170,8 +303,7 @@ impl Heap {
             while let Some(id) = cursor {
                 let block = &self.blocks[id];
                 let BlockState::Waiting { next } = block.state else { return None };
-                let right = block.list.index() == list
-                    && block.list == WaitingList::of(block.lane.class(), block.bytes);
+                let right = block.list.index() == list && block.list.may_have(block);
                 if !right || listed == self.recent.len as usize {
                     return None;
                 }
@@ -180,5 +312,101 @@ impl Heap {
             }
         }
         (listed == self.recent.len as usize).then_some(listed)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::{Policy, Rules, Settings};
+    use crate::heap::PoolShared;
+    use crate::lane::Lane;
+    use crate::stats::StatTable;
+    use crate::units::{DeviceId, PoolId, StreamId};
+    use std::sync::Arc;
+
+    const MIB: u64 = 1 << 20;
+
+    /// The large class of a heap, and what is counted there.
+    struct Rig {
+        heap: Heap,
+        stats: StatTable,
+    }
+
+    impl Rig {
+        /// With 40 MiB free.
+        fn new() -> Self {
+            let rules = Rules::new(Policy::Ours, &Settings::default(), false, true);
+            let pool = Arc::new(PoolShared::new(PoolId::DEFAULT, false));
+            let heap = Heap::new(DeviceId::new(0), StreamId::new(0), pool, rules);
+            let mut rig = Rig { heap, stats: StatTable::default() };
+            let segment = rig.heap.segments.next_id();
+            let (base, lane) = (Addr::new(1 << 30), Lane::Large);
+            let hole = rig.heap.adopt_reservation(segment, base, 64 * MIB, lane, 2 * MIB);
+            let run = rig.heap.plan_map(hole, 40 * MIB);
+            let ledger = &mut Ledger { stats: &mut rig.stats, trace: None };
+            let held = rig.heap.commit_map(hole, &run, None, ledger);
+            rig.heap.insert_free(held);
+            rig
+        }
+
+        fn allocate(&mut self, bytes: u64) -> BlockIdx {
+            let ledger = &mut Ledger { stats: &mut self.stats, trace: None };
+            let request = self.heap.rules.request(bytes);
+            let served = self.heap.serve_hit(request, ledger).expect("there is memory");
+            self.heap.blocks.resolve(served.id).expect("it is live")
+        }
+
+        fn free(&mut self, block: BlockIdx) {
+            self.heap.free(block, &mut Ledger { stats: &mut self.stats, trace: None });
+            assert!(self.heap.lives_are_right() && self.heap.listed().is_some());
+        }
+
+        /// Whether the latest large block waits, and whether one merged that may be asked for again.
+        fn latest(&self) -> (bool, bool) {
+            let waits = self.heap.recent.first[WaitingList::LARGE.index()].is_some();
+            (waits, self.heap.recent.merged.is_some())
+        }
+    }
+
+    #[test]
+    fn large_blocks_wait_while_they_return() {
+        let mut rig = Rig::new();
+        let (mut waits, merged) = ((true, false), (false, true));
+        for bytes in [4 * MIB, 5 * MIB, 6 * MIB] {
+            let block = rig.allocate(bytes);
+            rig.free(block);
+            assert_eq!(rig.latest(), waits);
+            waits = merged;
+        }
+        // The first that returns may do so by chance.
+        for expected in [merged, (true, false), (true, false)] {
+            let block = rig.allocate(6 * MIB);
+            assert_eq!(rig.latest(), (false, false));
+            rig.free(block);
+            assert_eq!(rig.latest(), expected);
+        }
+        rig.heap.settle();
+        assert_eq!(rig.latest(), (false, false));
+        assert!(rig.heap.lives_are_right());
+        assert_eq!(rig.heap.lanes[Lane::Large.index()].free.len(), 1);
+    }
+
+    #[test]
+    fn a_block_that_merged_dies_when_another_is_asked_for_or_freed() {
+        let mut rig = Rig::new();
+        for bytes in [4 * MIB, 5 * MIB] {
+            let block = rig.allocate(bytes);
+            rig.free(block);
+        }
+        assert_eq!(rig.latest(), (false, true));
+        let first = rig.allocate(3 * MIB);
+        assert_eq!(rig.latest(), (false, false));
+        let second = rig.allocate(3 * MIB);
+        rig.free(first);
+        rig.free(second);
+        assert_eq!(rig.latest(), (false, true));
+        rig.heap.settle();
+        assert_eq!(rig.heap.listed(), Some(0));
     }
 }

@@ -42,7 +42,7 @@ const OPTIONS: [&[&str]; 6] = [
 
 /// Options of policy ours alone, under which memory moves early, in small handles, and few views of it
 /// are kept.
-const OURS: [&[&str]; 8] = [
+const OURS: [&[&str]; 9] = [
     &["ours_margin:0", "ours_margin:0.05"],
     &["ours_margin_min_mb:0", "ours_margin_min_mb:8"],
     &["ours_handle_max_mb:2", "ours_handle_max_mb:6", "ours_handle_max_mb:32"],
@@ -51,6 +51,7 @@ const OURS: [&[&str]; 8] = [
     &["ours_ahead:1", "ours_ahead:2", "ours_step:0.2"],
     &["ours_views_max:1", "ours_views_max:2"],
     &["ours_waiting_max:0", "ours_waiting_max:1", "ours_waiting_max:5"],
+    &["ours_variety:1", "ours_variety:8"],
 ];
 
 /// What a case is played on.

@@ -14,6 +14,8 @@ use crate::rig::{DEV0, GIB, KIB, MIB};
 use mock_backend::trial::{Trial, TrialConf};
 use mock_backend::workload::{Op, Shape, Workload};
 use mock_backend::{Call, Fault, Rng};
+use std::sync::Mutex;
+use std::time::Duration;
 
 /// Operations of one machine.
 const ROUND: u64 = 1_500;
@@ -57,7 +59,7 @@ fn options(rng: &mut Rng) -> String {
     format!(
         "ours_margin:0,ours_margin_min_mb:{},ours_handle_max_mb:{},ours_handle_calm_mb:{},\
          ours_part_min_kb:{},ours_ahead:{},ours_views_max:{},ours_collisions:{},\
-         ours_shard_max_kb:{},ours_lasting:{},ours_margin_calm:{}",
+         ours_shard_max_kb:{},ours_lasting:{},ours_margin_calm:{},ours_variety:{}",
         choose(&[0, 8]),
         choose(&[2, 6, 14]),
         choose(&[2, 32]),
@@ -69,6 +71,7 @@ fn options(rng: &mut Rng) -> String {
         choose(&[64, 512, 2048]),
         choose(&[0, 1, 3]),
         ["0", "0.05"][choose(&[0, 0, 0, 1]) as usize],
+        choose(&[0, 1, 4, 32]),
     )
 }
 
@@ -84,6 +87,9 @@ fn round(rng: &mut Rng, operations: u64, tally: &mut Tally) -> Result<(), String
     if rng.chance(0.25) {
         trial.backend().set_faults([Fault::chance(rng.next_u64(), 0.01)]);
     }
+    if rng.chance(0.4) {
+        trial.allocator().set_clock(uneven_clock(rng.next_u64()));
+    }
     let live = 10 + rng.below(50);
     let bytes_max = [12 * MIB, 64 * MIB][rng.below(2) as usize];
     let shape = Shape { streams: streams.into(), bytes_max, live, ..Shape::default() };
@@ -98,6 +104,17 @@ fn round(rng: &mut Rng, operations: u64, tally: &mut Tally) -> Result<(), String
         trial.finish()
     })();
     result.map_err(|failure| format!("{failure}\non {capacity} bytes, {shape:?}, {options}"))
+}
+
+/// Time that passes in hops, from look to look: mostly short ones, in which many frees can come fast.
+fn uneven_clock(seed: u64) -> impl Fn() -> Duration + Send + Sync {
+    let state = Mutex::new((Rng::new(seed), Duration::ZERO));
+    move || {
+        let (rng, now) = &mut *state.lock().unwrap();
+        let hops = [0, 1, 10, 100, 20_000].map(Duration::from_micros);
+        *now += hops[rng.below(5) as usize];
+        *now
+    }
 }
 
 /// Memory moves when requests are large and what was cached stays.

@@ -29,6 +29,7 @@ mod errors;
 mod faults;
 mod faults_graphs;
 mod forgotten;
+mod haste;
 mod interleave;
 mod lasting;
 mod liar;

@@ -105,6 +105,57 @@ fn one_large_block_waits() {
     free_all(&rig, vec![last, both]);
 }
 
+/// A large block that is not expected back merges when it is freed. If the next large request is of its
+/// size, it gets the block all the same, where it was.
+#[test]
+fn a_large_block_that_merged_is_served_where_it_was() {
+    let rig = rig("");
+    let mut blocks = row(&rig, 4 * MIB, 5);
+    let was = addrs(&blocks);
+    let mut free = |at: usize| {
+        let at = blocks.iter().position(|block| block.addr() == was[at]).unwrap();
+        rig.free(blocks.swap_remove(at));
+    };
+    let small = rig.alloc(3 * KIB, &rig.s(0));
+    // Not asked for again, so the next ones are not expected back.
+    free(0);
+    let other = rig.alloc(3 * MIB, &rig.s(0));
+    assert_eq!(other.addr(), was[0]);
+    rig.free(other);
+    free(2);
+    free(3);
+    // The best fit is the lowest free block of just that size.
+    let served = [(); 3].map(|()| rig.alloc(4 * MIB, &rig.s(0)));
+    assert_eq!(served.each_ref().map(|block| block.addr()), [was[3], was[0], was[2]]);
+    assert_eq!(rig.reserved(), 22 * MIB);
+    free_all(&rig, blocks);
+    free_all(&rig, served.into());
+    rig.free(small);
+}
+
+/// One in the middle of what it merged with is cut out on both sides; what is left is free.
+#[test]
+fn a_large_block_is_taken_back_from_the_middle() {
+    let rig = rig("");
+    let mut blocks = row(&rig, 4 * MIB, 4);
+    let was = addrs(&blocks);
+    let wall = blocks.pop().unwrap();
+    let [low, middle, high] = <[_; 3]>::try_from(blocks).unwrap();
+    rig.free(low);
+    let other = rig.alloc(2 * MIB, &rig.s(0));
+    rig.free(other);
+    rig.free(high);
+    rig.free(middle);
+    let again = rig.alloc(4 * MIB, &rig.s(0));
+    assert_eq!(again.addr(), was[1]);
+    let both = [(); 2].map(|()| rig.alloc(4 * MIB, &rig.s(0)));
+    assert_eq!(both.each_ref().map(|block| block.addr()), [was[0], was[2]]);
+    assert_eq!(rig.reserved(), 16 * MIB);
+    free_all(&rig, both.into());
+    rig.free(again);
+    rig.free(wall);
+}
+
 /// Sizes are few only where blocks wait.
 #[test]
 fn without_waiting_requests_are_rounded_to_512_bytes() {

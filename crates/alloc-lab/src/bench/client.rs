@@ -46,12 +46,12 @@ impl<B: Backend> Client<B> for ByHandle<B> {
         allocator.stream(stream).map(ByHandle).map_err(refusal)
     }
 
-    #[inline]
+    #[inline(always)]
     fn allocate(&self, bytes: u64) -> Result<Allocation, EngineError> {
         self.0.allocate(bytes).map_err(refusal)
     }
 
-    #[inline]
+    #[inline(always)]
     fn free(&self, block: Allocation) -> Result<(), EngineError> {
         self.0.free(block).map_err(|refused| refusal(refused.error))
     }
@@ -64,12 +64,12 @@ impl<B: Backend> Client<B> for ByAddress<B> {
         Ok(ByAddress { allocator: allocator.clone(), stream: stream.clone() })
     }
 
-    #[inline]
+    #[inline(always)]
     fn allocate(&self, bytes: u64) -> Result<Addr, EngineError> {
         self.allocator.allocate_raw(bytes, &self.stream).map_err(refusal)
     }
 
-    #[inline]
+    #[inline(always)]
     fn free(&self, block: Addr) -> Result<(), EngineError> {
         self.allocator.free_raw(block).map_err(refusal)
     }

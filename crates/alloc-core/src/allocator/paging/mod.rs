@@ -148,7 +148,7 @@ impl<B: Backend> Shared<B> {
         }
         let now = self.now();
         if let Some(now) = now
-            && let Some(create) = self.hurried(device, terms, now, need)
+            && let Some(create) = self.hurried(cell, terms, now, need)
         {
             let create = self.within_limit(device, create.min(behind.bytes), need);
             let parts = cut(create, terms.handle_bytes_max.max(terms.knobs.handle_bytes_calm));
@@ -163,18 +163,23 @@ impl<B: Backend> Shared<B> {
 
     /// What to create where memory would be moved but there is no time for it: at least `need`. `None`
     /// if there is time, or if nothing else is left than moving: at the limit of the device, too.
-    fn hurried(&self, device: &Device<B>, terms: &Terms, now: Duration, need: u64) -> Option<u64> {
+    fn hurried(&self, cell: &HeapCell<B>, terms: &Terms, now: Duration, need: u64) -> Option<u64> {
+        let device = &self.devices[cell.device.index()];
         let step = (terms.peak / STEPS_OF_HURRY).max(terms.knobs.margin_bytes_min).max(need);
         let step = step.next_multiple_of(terms.unit);
         let most = (terms.peak as f64 * terms.knobs.hurry_max) as u64;
-        let share = terms.knobs.stall_share;
-        let allowed = self.within_limit(device, need, 0) == need;
-        let hurried = allowed && !terms.desperate && !device.pace.has_time(now, share, step, most);
-        hurried.then_some(step)
+        let allowed = !terms.desperate && self.within_limit(device, need, 0) == need;
+        // Who spends its time here need not have spent it on moves yet.
+        let haste = cell.state.lock().body.heap.rules.is_wide();
+        let granted = allowed
+            && (haste && device.pace.grant(step, most / 2)
+                || !device.pace.has_time(now, terms.knobs.stall_share)
+                    && device.pace.grant(step, most));
+        granted.then_some(step)
     }
 
     /// Time since the clock's beginning, if there is a clock.
-    fn now(&self) -> Option<Duration> {
+    pub(super) fn now(&self) -> Option<Duration> {
         let clock = self.clock.read().clone();
         clock.map(|clock| clock())
     }

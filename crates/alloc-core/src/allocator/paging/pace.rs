@@ -42,18 +42,24 @@ impl Pace {
         self.account.lock().extra = 0;
     }
 
-    /// Whether there is time to move memory at the time `now`. If not, `step` bytes more may be
-    /// reserved from now on, but not more than `most` in all: at that bound there is always time.
-    pub(super) fn has_time(&self, now: Duration, share: f64, step: u64, most: u64) -> bool {
+    /// Whether there is time to move memory at the time `now`.
+    pub(super) fn has_time(&self, now: Duration, share: f64) -> bool {
         let mut account = self.account.lock();
         let passed = now.saturating_sub(account.at).as_nanos() as f64;
         account.at = account.at.max(now);
         account.debt = (account.debt - passed * share).max(-MEMORY_NS * share);
-        let in_time = account.debt <= GRACE_NS || account.extra + step > most;
-        if !in_time {
+        account.debt <= GRACE_NS
+    }
+
+    /// `step` bytes more may be reserved from now on, but not more than `most` in all. Returns whether
+    /// that is so.
+    pub(super) fn grant(&self, step: u64, most: u64) -> bool {
+        let mut account = self.account.lock();
+        let granted = account.extra + step <= most;
+        if granted {
             account.extra += step;
         }
-        in_time
+        granted
     }
 
     /// Books the time that a move took.
@@ -72,30 +78,28 @@ mod tests {
     #[test]
     fn moves_are_paid_for_by_time() {
         let pace = Pace::default();
-        assert!(pace.has_time(Duration::ZERO, SHARE, 10, 100));
+        assert!(pace.has_time(Duration::ZERO, SHARE));
         pace.spend(101 * MS);
-        assert!(!pace.has_time(MS, SHARE, 10, 100));
-        assert_eq!(pace.extra(), 10);
+        assert!(!pace.has_time(MS, SHARE));
         // 1 % of 100 ms is the millisecond above the grace.
-        assert!(pace.has_time(100 * MS, SHARE, 10, 100));
-        assert_eq!(pace.extra(), 10);
+        assert!(pace.has_time(100 * MS, SHARE));
     }
 
     #[test]
     fn credit_is_bounded() {
         let pace = Pace::default();
-        assert!(pace.has_time(3_600_000 * MS, SHARE, 10, 100));
+        assert!(pace.has_time(3_600_000 * MS, SHARE));
         pace.spend(121 * MS);
-        assert!(!pace.has_time(3_600_000 * MS, SHARE, 10, 100));
+        assert!(!pace.has_time(3_600_000 * MS, SHARE));
     }
 
     #[test]
     fn what_is_granted_is_bounded() {
         let pace = Pace::default();
-        pace.spend(1000 * MS);
-        let granted = (0..20).filter(|_| !pace.has_time(MS, SHARE, 10, 100)).count();
+        let granted = (0..20).filter(|_| pace.grant(10, 100)).count();
         assert_eq!((granted, pace.extra()), (10, 100));
         pace.forget_extra();
-        assert!(!pace.has_time(MS, SHARE, 10, 100));
+        assert!(pace.grant(10, 100));
+        assert_eq!(pace.extra(), 10);
     }
 }
