@@ -331,7 +331,8 @@ impl<B: Backend> CachingAllocator<B> {
     /// moving memory takes at most about the share `ours_stall_share` of the time that passes; beyond,
     /// new memory is taken instead, up to `ours_hurry_max` more than is needed. Without one, as after
     /// construction, memory is moved however long it takes, so that the same calls give the same
-    /// result. Called on misses only, with no heap lock held.
+    /// result. It also tells programs whose time is spent here (`ours_variety`). Called on misses, and
+    /// once in so many large requests that look for a block; with no heap lock held.
     ///
     /// ```
     /// # use alloc_core::{CachingAllocator, backend::Backend};

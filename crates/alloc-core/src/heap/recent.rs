@@ -231,7 +231,9 @@ impl Heap {
     /// time is saved: no more of them merge than it takes.
     fn serve_waiting(&mut self, request: &Request, ledger: &mut Ledger<'_>) -> Option<BlockIdx> {
         let own = request.list.index();
-        for list in own..WaitingList::COUNT {
+        let is_few = own > WaitingList::LARGE.index();
+        let larger = if is_few { own } else { WaitingList::COUNT };
+        for list in larger..WaitingList::COUNT {
             while self.merge_waiting(list, request.class) {
                 let served = self.serve_again(request, ledger);
                 if served.is_some() {
@@ -239,7 +241,7 @@ impl Heap {
                 }
             }
         }
-        for list in 0..own {
+        for list in 0..larger {
             while self.merge_waiting(list, request.class) {}
         }
         self.serve_again(request, ledger)

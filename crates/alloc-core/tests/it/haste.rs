@@ -116,10 +116,24 @@ fn what_waits_serves_other_sizes_before_memory_grows() {
     program.rig.free(whole);
 }
 
+/// One that is too large to wait gets what all that wait are when they merge.
+#[test]
+fn what_waits_serves_very_large_requests() {
+    let program = Program::new("");
+    program.hurry();
+    let s0 = program.rig.s(0);
+    let blocks = [8, 8, 4].map(|mib| program.rig.alloc(mib * MIB, &s0));
+    blocks.into_iter().for_each(|block| program.rig.free(block));
+    let reserved = program.rig.reserved();
+    let whole = program.rig.alloc(20 * MIB, &s0);
+    assert_eq!(program.rig.reserved(), reserved);
+    program.rig.free(whole);
+}
+
 /// Growth creates what it would have moved, up to half of `ours_hurry_max`.
 #[test]
 fn memory_is_taken_where_it_would_be_moved() {
-    for (options, creates) in [("", true), (",ours_hurry_max:0.01", false)] {
+    for (options, creates) in [("", true), (",ours_hurry_max:0.25", false)] {
         let program = Program::new(options);
         program.churn(1, 0, |_| 80 * MIB);
         program.hurry();
