@@ -133,7 +133,7 @@ fn what_waits_serves_very_large_requests() {
 /// Growth creates what it would have moved, up to half of `ours_hurry_max`.
 #[test]
 fn memory_is_taken_where_it_would_be_moved() {
-    for (options, creates) in [("", true), (",ours_hurry_max:0.25", false)] {
+    for (options, creates) in [("", true), (",ours_hurry_max:0.07", false)] {
         let program = Program::new(options);
         program.churn(1, 0, |_| 80 * MIB);
         program.hurry();
