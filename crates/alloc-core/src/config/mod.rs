@@ -4,7 +4,7 @@ mod ours;
 mod parse;
 
 pub use ours::OursSettings;
-pub(crate) use ours::{FREES_WATCHED, SHARD_BYTES_MAX, SHARDS_MAX};
+pub(crate) use ours::{FREES_WATCHED, LASTING_MAX, SHARD_BYTES_MAX, SHARDS_MAX};
 pub use parse::ConfError;
 
 use crate::heap::{Request, WaitingList};
@@ -333,7 +333,11 @@ impl Rules {
             expandable,
             plain_fit,
             watches_lives: policy == Policy::Ours,
-            lasting_turnovers: if plain_fit { settings.ours.lasting_turnovers } else { 0 },
+            lasting_turnovers: if plain_fit {
+                settings.ours.lasting_turnovers.min(LASTING_MAX)
+            } else {
+                0
+            },
             waiting_max: if plain_fit && settings.max_split_bytes.is_none() && !counts_searches {
                 settings.ours.waiting_max
             } else {

@@ -4,6 +4,8 @@
 pub(crate) const SHARD_BYTES_MAX: u64 = 2 << 20;
 /// Most shards of one heap.
 pub(crate) const SHARDS_MAX: u32 = 64;
+/// Longest life that can be asked of what lasts, in turnovers.
+pub(crate) const LASTING_MAX: u32 = 1 << 16;
 /// Collisions are counted within so many frees of a heap.
 pub(crate) const FREES_WATCHED: u32 = 4096;
 
@@ -123,7 +125,7 @@ impl Default for OursSettings {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::Settings;
+    use crate::config::{Policy, Rules, Settings};
 
     #[test]
     fn a_goal_sets_everything_and_later_keys_change_it() {
@@ -136,5 +138,13 @@ mod tests {
         assert!(error.contains("ours_goal") && error.contains("memory or speed"), "{error}");
         settings.apply("ours_goal:memory").unwrap();
         assert_eq!(settings.ours, OursSettings::default());
+    }
+
+    #[test]
+    fn a_life_that_is_set_directly_is_bounded_too() {
+        let ours = OursSettings { lasting_turnovers: u32::MAX, ..OursSettings::default() };
+        let settings = Settings { ours, ..Settings::default() };
+        let rules = Rules::new(Policy::Ours, &settings, false, true);
+        assert_eq!(rules.lasting_turnovers, LASTING_MAX);
     }
 }

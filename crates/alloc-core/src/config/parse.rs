@@ -4,7 +4,8 @@
 //! error, never skipped, and a failed string changes nothing.
 
 use super::{
-    BackendChoice, FREES_WATCHED, OursSettings, ReserveSize, SHARD_BYTES_MAX, SHARDS_MAX, Settings,
+    BackendChoice, FREES_WATCHED, LASTING_MAX, OursSettings, ReserveSize, SHARD_BYTES_MAX,
+    SHARDS_MAX, Settings,
 };
 use crate::size_class::{ListKey, RoundupDivisions};
 use std::fmt;
@@ -175,7 +176,7 @@ fn set_ours(ours: &mut OursSettings, entry: &Entry<'_>) -> Result<(), ConfError>
         "ours_margin" => ours.margin = fraction(entry)?,
         "ours_margin_min_mb" => ours.margin_bytes_min = bounded_mib(entry, 0)?,
         "ours_margin_calm" => ours.margin_calm = fraction(entry)?,
-        "ours_lasting" => ours.lasting_turnovers = between(entry, 0..=1 << 16)?,
+        "ours_lasting" => ours.lasting_turnovers = between(entry, 0..=LASTING_MAX)?,
         "ours_handle_max_mb" => ours.handle_bytes_max = bounded_mib(entry, 2)?,
         "ours_step" => ours.step = fraction(entry)?,
         "ours_handle_calm_mb" => ours.handle_bytes_calm = bounded_mib(entry, 2)?,

@@ -3,6 +3,7 @@
 use super::Heap;
 use crate::block::{BlockIdx, BlockState};
 use crate::free_index::{Found, FreeKey};
+use crate::units::Addr;
 
 /// Free neighbours that a block swallowed, or that swallowed it.
 #[derive(Debug, Default)]
@@ -25,6 +26,25 @@ impl Heap {
     /// Cuts a block after its first `bytes`; it keeps those. Returns the rest, which is `Held`.
     pub(super) fn split(&mut self, id: BlockIdx, bytes: u64) -> BlockIdx {
         self.blocks.split(id, bytes, BlockState::Held).0
+    }
+
+    /// Makes a part of a free block, `bytes` from `addr` on, a block of its own, which is `Held`; what is left
+    /// is free. Returns it, and how many blocks there are now.
+    pub(super) fn cut_part(&mut self, free: BlockIdx, addr: Addr, bytes: u64) -> (BlockIdx, u64) {
+        self.remove_free(free);
+        let below = addr - self.blocks[free].addr;
+        let (mut block, mut pieces) = (free, 1);
+        if below > 0 {
+            block = self.split(free, below);
+            self.insert_free(free);
+            pieces += 1;
+        }
+        if self.blocks[block].bytes > bytes {
+            let above = self.split(block, bytes);
+            self.insert_free(above);
+            pieces += 1;
+        }
+        (block, pieces)
     }
 
     /// Merges a block that is in no index with its free neighbours; the result is free.

@@ -103,7 +103,7 @@ impl Lives {
     fn are_long(&self, bytes: u64, turnovers: u32) -> bool {
         let Some(slot) = self.slots.get(slot_of(bytes)) else { return false };
         let known = (slot.live > 0) | (slot.deaths > 0);
-        // Turnovers are below 2^17, peaks 2^41 units and deaths 2^6.
+        // Turnovers are at most 2^16 (`LASTING_MAX`), peaks below 2^41 units and deaths below 2^6.
         let long = u64::from(turnovers) * self.live_peak * (u64::from(slot.deaths) + 1);
         known & (slot.at(self.now).lived >= long)
     }

@@ -8,7 +8,8 @@
 //! only hits know of them.
 //!
 //! In the large class, where a block kept whole may be missing elsewhere, only the latest one waits,
-//! and only until the next request of that class; while time is short, those of few sizes have lists
+//! and only until the next request of that class. If the ones before it did not come back, it merges at
+//! once, and is cut out again should that request be of its size; blocks are the same either way. While time is short, those of few sizes have lists
 //! too (`variety`).
 
 use super::{Heap, Ledger, LiveBlock, Request};
@@ -146,17 +147,7 @@ impl Heap {
         request: &Request,
         ledger: &mut Ledger<'_>,
     ) -> BlockIdx {
-        let Merged { into, addr, bytes } = merged;
-        self.remove_free(into);
-        let below = addr - self.blocks[into].addr;
-        let block = if below == 0 { into } else { self.split(into, below) };
-        if block != into {
-            self.insert_free(into);
-        }
-        if self.blocks[block].bytes > bytes {
-            let above = self.split(block, bytes);
-            self.insert_free(above);
-        }
+        let (block, _) = self.cut_part(merged.into, merged.addr, merged.bytes);
         self.blocks[block].list = request.list;
         self.make_live(block, request, ledger);
         block

@@ -110,21 +110,10 @@ impl Heap {
     /// been free by itself.
     fn cut_out(&mut self, free: BlockIdx, mark: &LiveMark, ledger: &mut Ledger<'_>) -> BlockIdx {
         let whole = &self.blocks[free];
-        let (class, addr, bytes) = (whole.lane.class(), whole.addr, whole.bytes);
+        let (class, bytes) = (whole.lane.class(), whole.bytes);
         let before = if whole.is_split() { (1, bytes) } else { (0, 0) };
         let counts_split = !whole.expandable;
-        self.remove_free(free);
-        let (mut block, mut pieces) = (free, 1);
-        if addr < mark.addr {
-            block = self.split(free, mark.addr - addr);
-            self.insert_free(free);
-            pieces += 1;
-        }
-        if self.blocks[block].bytes > mark.bytes {
-            let rest = self.split(block, mark.bytes);
-            self.insert_free(rest);
-            pieces += 1;
-        }
+        let (block, pieces) = self.cut_part(free, mark.addr, mark.bytes);
         if counts_split && self.blocks[block].is_split() {
             adjust(ledger.stats, Gauge::InactiveSplit, class, before.0, pieces);
             adjust(ledger.stats, Gauge::InactiveSplitBytes, class, before.1, bytes);
