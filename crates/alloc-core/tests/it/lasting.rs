@@ -157,7 +157,10 @@ fn loading_weights_takes_few_handles() {
     let load = |calm: &str| {
         let rig = Rig::new(
             Policy::Ours,
-            &format!("expandable_segments:True,ours_margin_calm:{calm},ours_lasting:0"),
+            &format!(
+                "expandable_segments:True,ours_margin_calm:{calm},ours_margin:0.002,\
+                 ours_margin_min_mb:8,ours_lasting:0"
+            ),
         );
         let weights: Vec<_> = (0..600).map(|_| rig.alloc(9 * MIB, &rig.s(0))).collect();
         let beyond = rig.reserved() - 600 * 9 * MIB;

@@ -85,6 +85,37 @@ fn idle_handles_come_together_for_a_larger_request() {
     }
 }
 
+/// Ends of partly used handles that fit together are used together, so that nothing is left between
+/// bytes in use and the others still fit one another.
+#[test]
+fn ends_that_fit_are_put_together() {
+    let rig = Rig::new(Policy::Ours, &format!("{MOVING},ours_waiting_max:0,ours_lasting:0"));
+    // Cuts a handle in two, with a wall above it.
+    let halves = |below: u64, above: u64| {
+        let whole = rig.alloc((below + above) * MIB, &rig.s(0));
+        let wall = rig.alloc(2 * MIB, &rig.s(0));
+        rig.free(whole);
+        let [below, above] = [below, above].map(|mib| rig.alloc(mib * MIB, &rig.s(0)));
+        (below, above, wall)
+    };
+    let (a, tail_5, wall_a) = halves(5, 5);
+    let (b, tail_7, wall_b) = halves(3, 7);
+    let (head_11, c, wall_c) = halves(11, 3);
+    let (head_13, d, wall_d) = halves(13, 3);
+    for block in [tail_5, tail_7, head_11, head_13] {
+        rig.free(block);
+    }
+    asked(&rig);
+    // The longest tail would leave 2 MiB between two blocks.
+    let first = rig.alloc(16 * MIB, &rig.s(0));
+    assert_eq!(asked(&rig), Asked { mapped: 2, ..nothing() });
+    let second = rig.alloc(20 * MIB, &rig.s(0));
+    assert_eq!(asked(&rig), Asked { mapped: 2, ..nothing() });
+    for block in [a, b, c, d, wall_a, wall_b, wall_c, wall_d, first, second] {
+        rig.free(block);
+    }
+}
+
 /// More views than allowed go at the next growth, oldest first, and no more than that.
 #[test]
 fn surplus_views_are_unmapped_and_no_others() {

@@ -1,5 +1,6 @@
 //! New ranges: which handles, old and new, to put side by side.
 
+use super::shape::{Shape, Start};
 use super::stock::{Piece, Stock};
 use crate::backend::SEGMENT_ALIGN;
 use crate::block::BlockIdx;
@@ -86,43 +87,49 @@ pub(super) fn cut(bytes: u64, largest: u64) -> Vec<Part> {
 
 /// Free bytes at one end of a handle that is partly in use.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-struct End {
-    handle: HandleId,
+pub(super) struct End {
+    pub(super) handle: HandleId,
     /// Where they start in the handle.
-    from: u64,
-    bytes: u64,
+    pub(super) from: u64,
+    pub(super) bytes: u64,
 }
 
 impl Task<'_> {
-    /// The range to make where idle memory has to help: one that continues the free block of `behind`,
-    /// or one of its own at `apart`, whichever brings more.
+    /// The range to make where idle memory has to help: of those that continue the free block of
+    /// `behind`, begin with a free tail at `apart`, or with nothing there, the one that costs least.
     pub(super) fn compose(&self, behind: &Site, apart: &Site) -> Plan {
         if let Some(plan) = self.lend(apart) {
             return plan;
         }
         let idle = self.idle_by_age();
-        let (tails, heads) = self.ends();
-        let need = self.wanted - behind.left_bytes();
-        let in_left = |handle: &HandleId| {
-            let left = behind.left.map(|(block, _)| block);
-            self.stock.of(*handle).any(|at| {
-                let piece = &self.stock.pieces[at];
-                piece.heap == 0 && Some(piece.block) == left
-            })
+        let (tails, mut heads) = self.ends();
+        heads.sort_by_key(|head| head.bytes);
+        let near_idle: Vec<_> =
+            idle.iter().copied().filter(|handle| !self.is_in(behind, *handle)).collect();
+        let near_heads: Vec<_> =
+            heads.iter().copied().filter(|head| !self.is_in(behind, head.handle)).collect();
+        let with_left = Start {
+            site: *behind,
+            tail: None,
+            bytes: behind.left_bytes(),
+            idle: &near_idle,
+            heads: &near_heads,
         };
-        let near: Vec<_> = idle.iter().copied().filter(|handle| !in_left(handle)).collect();
-        let near = self.enough(&near, need.saturating_sub(self.headroom));
-        let any = self.enough(&idle, self.wanted.saturating_sub(self.headroom));
-        let tail = tails.iter().filter(|tail| tail.bytes < self.wanted).max_by_key(|t| t.bytes);
-        let brings = self.sum(any) + tail.map_or(0, |tail| tail.bytes);
-        if brings > self.sum(near) + behind.left_bytes() {
-            let heads: Vec<_> =
-                heads.into_iter().filter(|h| tail.is_none_or(|t| t.handle != h.handle)).collect();
-            self.fill(apart, tail.copied(), any, &heads)
-        } else {
-            let heads: Vec<_> = heads.into_iter().filter(|h| !in_left(&h.handle)).collect();
-            self.fill(behind, None, near, &heads)
-        }
+        let apart = Site { left: None, ..*apart };
+        let with_nothing = Start { site: apart, tail: None, bytes: 0, idle: &idle, heads: &heads };
+        let tails = tails.into_iter().filter(|tail| tail.bytes < self.wanted);
+        let with_tails =
+            tails.map(|tail| Start { tail: Some(tail), bytes: tail.bytes, ..with_nothing });
+        let starts = std::iter::once(with_left).chain(with_tails).chain([with_nothing]);
+        let shapes = starts.map(|start| self.cheapest_from(start));
+        let shape = shapes.min_by_key(|shape| shape.cost).expect("there is a start");
+        self.lay_out(&shape)
+    }
+
+    /// Whether the free block of a site has bytes of a handle.
+    fn is_in(&self, site: &Site, handle: HandleId) -> bool {
+        let left = site.left.map(|(block, _)| block);
+        self.pieces(handle).any(|piece| piece.heap == 0 && Some(piece.block) == left)
     }
 
     /// For a small request, when nothing else is left: any one piece that is large enough. Those of its
@@ -158,21 +165,6 @@ impl Task<'_> {
             (Reverse(self.stock.age(*handle)), first)
         });
         idle
-    }
-
-    fn sum(&self, handles: &[HandleId]) -> u64 {
-        handles.iter().map(|handle| self.layout[*handle].bytes).sum()
-    }
-
-    /// The first handles that have `bytes` together, or all.
-    fn enough<'h>(&self, handles: &'h [HandleId], bytes: u64) -> &'h [HandleId] {
-        let mut sum = 0;
-        let count = handles.iter().take_while(|handle| {
-            let more = sum < bytes;
-            sum += self.layout[**handle].bytes;
-            more
-        });
-        &handles[..count.count()]
     }
 
     /// The free ends and beginnings of handles of the own heap that are partly in use.
@@ -212,46 +204,18 @@ impl Task<'_> {
         self.stock.of(handle).map(|at| &self.stock.pieces[at])
     }
 
-    /// Fills a range with a tail, idle handles, new ones as far as these do not suffice, and a head.
-    fn fill(&self, site: &Site, tail: Option<End>, idle: &[HandleId], heads: &[End]) -> Plan {
-        let mut plan = Plan { site: *site, parts: Vec::new(), pieces: Vec::new() };
-        if tail.is_some() {
-            plan.site.left = None;
-        }
-        let left = plan.site.left_bytes();
-        let mut rest = self.wanted - left - tail.map_or(0, |tail| tail.bytes);
-        let closing =
-            |rest: u64| heads.iter().filter(|head| head.bytes >= rest).min_by_key(|h| h.bytes);
-        plan.add_end(self, tail);
-        let mut whole = Vec::new();
-        let mut idle = idle.iter();
-        while rest > 0 && closing(rest).is_none() {
-            let Some(handle) = idle.next() else { break };
-            rest = rest.saturating_sub(self.layout[*handle].bytes);
-            whole.push(*handle);
-        }
+    /// Lays a range out: a tail, idle handles, new ones and a head.
+    fn lay_out(&self, shape: &Shape<'_>) -> Plan {
+        let mut plan = Plan { site: shape.start.site, parts: Vec::new(), pieces: Vec::new() };
+        plan.add_end(self, shape.start.tail);
         // The request ends in the last one, and leaves the rest of it.
-        whole.sort_by_key(|handle| Reverse(self.layout[*handle].bytes));
-        for handle in whole {
+        let mut idle = shape.idle.to_vec();
+        idle.sort_by_key(|handle| Reverse(self.layout[*handle].bytes));
+        for handle in idle {
             plan.add_idle(self, handle);
         }
-        let mut head = if rest > 0 { closing(rest) } else { None };
-        if rest > 0 && head.is_none() {
-            let longest = heads.iter().max_by_key(|head| head.bytes);
-            let whole = rest.next_multiple_of(self.unit);
-            let less = rest - longest.map_or(0, |head| head.bytes);
-            let less = less.next_multiple_of(self.unit);
-            if less < whole {
-                head = longest;
-            }
-            let mut create = less;
-            if 0 < less && less < self.step {
-                head = None;
-                create = whole.max(self.step);
-            }
-            plan.parts.extend(cut(create, self.handle_bytes_max));
-        }
-        plan.add_end(self, head.copied());
+        plan.parts.extend(cut(shape.create, self.handle_bytes_max));
+        plan.add_end(self, shape.head);
         plan
     }
 }

@@ -11,6 +11,7 @@ mod compose;
 mod heal;
 mod moves;
 mod pace;
+mod shape;
 mod sites;
 mod stock;
 mod terms;
