@@ -100,11 +100,11 @@ impl Default for OursSettings {
     fn default() -> Self {
         OursSettings {
             margin: 0.005,
-            margin_bytes_min: 28 << 20,
+            margin_bytes_min: 24 << 20,
             margin_calm: 0.05,
             ahead: 4,
             step: 0.0,
-            handle_bytes_max: 10 << 20,
+            handle_bytes_max: 12 << 20,
             handle_share: 1,
             handle_parts: 14,
             handle_bytes_calm: 64 << 20,

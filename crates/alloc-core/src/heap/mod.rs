@@ -17,6 +17,7 @@ mod variety;
 pub(crate) use expandable::PageRun;
 use lives::Lives;
 use recent::Recent;
+pub(crate) use moving::LastUse;
 pub(crate) use recent::WaitingList;
 pub(crate) use restore::{LiveMark, Obstacle, Restoration};
 pub(crate) use segment::{SegmentId, SegmentInfo, SegmentKind, SegmentTable};

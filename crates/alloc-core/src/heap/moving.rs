@@ -6,6 +6,17 @@ use crate::lane::Lane;
 use crate::size_class::SizeClass;
 use crate::units::Addr;
 
+/// When the stream of a heap last used memory that the heap gets. In order: the latest first.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub(crate) enum LastUse {
+    /// Maybe just now, through another heap of the stream.
+    Now,
+    /// Before so many frees of this heap.
+    Ago(u32),
+    /// Never, or its work is known to be done.
+    Done,
+}
+
 impl Heap {
     /// Notes that a class is about to grow. Returns how many growths of the large class in a row,
     /// before this one, had no free between them.
@@ -44,9 +55,12 @@ impl Heap {
 
     /// Makes `run`, inside a hole, backed. It joins `held`, the block in hand right below it, if any,
     /// and a free block above. Returns the joined block, `Held`.
+    ///
+    /// Memory takes along when it was last in use: by that others tell what work may still use.
     pub(crate) fn open(
         &mut self,
         run: &PageRun,
+        used: LastUse,
         held: Option<BlockIdx>,
         ledger: &mut Ledger<'_>,
     ) -> BlockIdx {
@@ -60,12 +74,26 @@ impl Heap {
             self.blocks[hole].state = BlockState::Unmapped;
             self.lanes[lane].unmapped.insert(run.addr, hole);
         }
+        match used {
+            LastUse::Now => {
+                // After every event that was recorded so far.
+                self.clock = self.clock.wrapping_add(1);
+                self.blocks[hole].freed_at = self.clock;
+            }
+            LastUse::Ago(frees) => self.blocks[hole].freed_at = self.clock.wrapping_sub(frees),
+            LastUse::Done => {}
+        }
         self.commit_map(hole, run, held, ledger)
     }
 
     /// [`open`](Self::open), and what is joined becomes free. Returns it.
-    pub(crate) fn open_free(&mut self, run: &PageRun, ledger: &mut Ledger<'_>) -> BlockIdx {
-        let held = self.open(run, None, ledger);
+    pub(crate) fn open_free(
+        &mut self,
+        run: &PageRun,
+        used: LastUse,
+        ledger: &mut Ledger<'_>,
+    ) -> BlockIdx {
+        let held = self.open(run, used, None, ledger);
         self.merge_and_insert(held).0
     }
 }

@@ -211,6 +211,40 @@ fn a_view_under_work_is_not_unmapped() {
     }
 }
 
+/// Free memory that moved within its stream is as young as it was: another stream does not get it before
+/// the work that used it last is done.
+#[test]
+fn what_moved_within_a_stream_keeps_its_age() {
+    let rig = rig(8);
+    let [s0, s1] = [0, 1].map(|n| rig.s(n));
+    let (large, wall) = (rig.alloc(12 * MIB, &s0), rig.alloc(2 * MIB, &s0));
+    rig.free(large);
+    let low = rig.alloc(4 * MIB, &s0);
+    // The upper 8 MiB of the handle begin a new range.
+    let block = rig.alloc(10 * MIB, &s0);
+    rig.free(low);
+    rig.backend.launch(&s0, Work::new().lasting(1_000_000));
+    // Stream 1 looks for memory: an event is recorded behind that work.
+    let other = rig.alloc(2 * MIB, &s1);
+    rig.backend.advance(1_000_000);
+    rig.backend.launch(&s0, Work::new().touching(block.addr(), 10 * MIB));
+    rig.free(block);
+    // A miss of stream 0 brings the handle together, and needs none of it.
+    asked(&rig);
+    let before = moves(&rig);
+    let small = rig.alloc(KIB, &s0);
+    assert_eq!((asked(&rig).created, moves(&rig) > before), (vec![], true));
+    // The event is reached, and the work that came after it is not done.
+    let first = rig.alloc(12 * MIB, &s1);
+    assert_eq!(asked(&rig), Asked { created: vec![12], mapped: 1, ..nothing() });
+    rig.pass(&s0);
+    let second = rig.alloc(12 * MIB, &s1);
+    assert_eq!(asked(&rig), Asked { mapped: 1, ..nothing() });
+    for block in [wall, other, small, first, second] {
+        rig.free(block);
+    }
+}
+
 /// A kept 1 MiB and 5 MiB that nobody can use: from now on reserved is what was ever needed.
 fn wasteful(rig: &Rig) -> alloc_core::Allocation {
     let stream = rig.s(2);

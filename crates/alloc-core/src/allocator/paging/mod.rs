@@ -24,7 +24,7 @@ use super::{AllocResult, Device, HeapCell, Paging, Shared};
 use crate::backend::{Backend, Completion, SEGMENT_ALIGN};
 use crate::error::AllocError;
 use crate::handles::{HandleStore, Part};
-use crate::heap::Request;
+use crate::heap::{LastUse, Request};
 use crate::pager::PagerError;
 use crate::size_class::{BLOCK_BYTES_MIN, SizeClass};
 use crate::trace::TraceBuffer;
@@ -32,7 +32,7 @@ use crate::units::DeviceId;
 use compose::{Plan, Site, Task, cut};
 use std::sync::Arc;
 use std::time::Duration;
-use stock::{BLOCK_OF_PAGES, Stock};
+use stock::{BLOCK_OF_PAGES, Piece, Stock};
 use terms::Terms;
 
 pub(super) use pace::Pace;
@@ -380,6 +380,17 @@ type Quiet<B> = (Arc<HeapCell<B>>, u32);
 struct Supply<B: Backend> {
     cells: Vec<Arc<HeapCell<B>>>,
     stock: Stock,
+}
+
+impl<B: Backend> Supply<B> {
+    /// When the stream of `cell`, which gets a piece, last used it.
+    fn last_use(&self, cell: &HeapCell<B>, piece: &Piece) -> LastUse {
+        match piece.heap {
+            0 => LastUse::Ago(piece.age),
+            other if cell.is_sibling(&self.cells[other]) => LastUse::Now,
+            _ => LastUse::Done,
+        }
+    }
 }
 
 fn has_idle_pages<B: Backend>(cell: &HeapCell<B>) -> bool {

@@ -11,7 +11,7 @@ use crate::backend::{Backend, BackendError, ErrorKind, SEGMENT_ALIGN};
 use crate::block::{BlockIdx, BlockState};
 use crate::directory::Owner;
 use crate::handles::{Part, Place};
-use crate::heap::{Heap, PageRun, Request};
+use crate::heap::{Heap, LastUse, PageRun, Request};
 use crate::trace::TraceBuffer;
 use crate::units::Addr;
 
@@ -51,10 +51,10 @@ impl<B: Backend> Shared<B> {
         self.bring_home(store, cell, window, supply);
         self.edit(cell, trace, |body, ledger| {
             for back in window {
-                let bytes = supply.stock.pieces[back.piece].bytes;
-                let run = run_at(back.segment, back.at, bytes);
+                let piece = &supply.stock.pieces[back.piece];
+                let run = run_at(back.segment, back.at, piece.bytes);
                 self.directory.register(run.addr, run.bytes, owner(cell, &run));
-                body.heap.open_free(&run, ledger);
+                body.heap.open_free(&run, supply.last_use(cell, piece), ledger);
             }
         });
         self.note_moves(cell, window.len());
@@ -119,11 +119,14 @@ impl<B: Backend> Shared<B> {
             self.account_growth(&self.devices[cell.device.index()], plan.created());
         }
         self.note_moves(cell, plan.pieces.len());
+        // What is left of the run may be free: it was in use as lately as any of it.
+        let pieces = plan.pieces.iter().map(|at| &supply.stock.pieces[*at]);
+        let used = pieces.map(|piece| supply.last_use(cell, piece)).min().unwrap_or(LastUse::Done);
         let (addr, bytes) = plan.opened();
         let run = run_at(site.segment, addr, bytes);
         let block = self.edit(cell, trace, |body, ledger| {
             self.directory.register(run.addr, run.bytes, owner(cell, &run));
-            let block = body.heap.open(&run, held, ledger);
+            let block = body.heap.open(&run, used, held, ledger);
             body.hand_out(block, request, ledger)
         });
         Ok(Ok(block))
@@ -199,7 +202,7 @@ impl<B: Backend> Shared<B> {
             let cell = &supply.cells[piece.heap];
             self.edit(cell, trace, |body, ledger| {
                 self.directory.register(run.addr, run.bytes, owner(cell, &run));
-                body.heap.open_free(&run, ledger);
+                body.heap.open_free(&run, LastUse::Ago(piece.age), ledger);
             });
         }
     }
