@@ -16,8 +16,8 @@ mod variety;
 
 pub(crate) use expandable::PageRun;
 use lives::Lives;
-use recent::Recent;
 pub(crate) use moving::LastUse;
+use recent::Recent;
 pub(crate) use recent::WaitingList;
 pub(crate) use restore::{LiveMark, Obstacle, Restoration};
 pub(crate) use segment::{SegmentId, SegmentInfo, SegmentKind, SegmentTable};

@@ -97,3 +97,43 @@ impl Heap {
         self.merge_and_insert(held).0
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::PoolShared;
+    use super::*;
+    use crate::config::{Policy, Rules, Settings};
+    use crate::stats::StatTable;
+    use crate::units::{DeviceId, PoolId, StreamId};
+    use std::sync::Arc;
+
+    const MIB: u64 = 1 << 20;
+
+    #[test]
+    fn memory_comes_as_young_as_it_was() {
+        let rules = Rules::new(Policy::Ours, &Settings::default(), false, true);
+        let pool = Arc::new(PoolShared::new(PoolId::DEFAULT, false));
+        let mut heap = Heap::new(DeviceId::new(0), StreamId::new(0), pool, rules);
+        let mut stats = StatTable::default();
+        let ledger = &mut Ledger { stats: &mut stats, trace: None };
+        let base = Addr::new(1 << 30);
+        let segment = heap.segments.next_id();
+        heap.adopt_reservation(segment, base, 64 * MIB, Lane::Large, 2 * MIB);
+        heap.clock = 100;
+        let mut open = |at: u64, used: LastUse| {
+            let run =
+                PageRun { segment, addr: base + at * MIB, bytes: 2 * MIB, page_bytes: 2 * MIB };
+            let before = heap.clock;
+            let block = heap.open_free(&run, used, ledger);
+            let freed_at = heap.blocks[block].freed_at;
+            // An event that is recorded now is later than this, one recorded before is not.
+            (freed_at <= before, heap.clock - freed_at)
+        };
+        assert_eq!(open(0, LastUse::Ago(30)), (true, 30));
+        assert_eq!(open(2, LastUse::Ago(40)), (true, 30), "the younger of two that merge");
+        assert_eq!(open(8, LastUse::Now), (false, 0));
+        let uses = [LastUse::Done, LastUse::Ago(2), LastUse::Now, LastUse::Ago(1)];
+        assert_eq!(uses.into_iter().min(), Some(LastUse::Now));
+        assert_eq!(uses[..2].iter().min(), Some(&LastUse::Ago(2)));
+    }
+}
