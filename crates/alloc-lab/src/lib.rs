@@ -10,6 +10,7 @@ pub mod error;
 pub mod fit;
 pub mod format;
 pub mod machine;
+pub mod pages;
 pub mod progress;
 pub mod replay;
 pub mod report;

@@ -10,6 +10,7 @@ use crate::bench::{BenchRow, Figures, Subject, ThreadFigures};
 use crate::configuration::Configuration;
 use crate::fit::Fit;
 use crate::machine::BackendName;
+use crate::pages::{Paging, PagingFigures};
 use crate::replay::{Feed, Outcome, Prediction, Repeated};
 use crate::units::Thousands;
 use crate::verify::{Comparison, Mismatch};
@@ -272,6 +273,66 @@ pub fn fit_table(rows: &[FitRow]) -> String {
             number(row.ratio.map_or("–".to_owned(), |r| format!("{r:.4}"))),
             number(memory(row.unlimited_peak)),
             number(row.runs),
+        ]);
+    }
+    table.trim_fmt()
+}
+
+/// One run on pages as JSON. Sizes are bytes.
+#[derive(Clone, PartialEq, Debug, Serialize)]
+pub struct PagesRow {
+    /// File, and what was changed in it.
+    pub file: String,
+    /// Bytes of a page.
+    pub page_bytes: u64,
+    /// Turnovers from which on lives were told, if they were.
+    pub told: Option<f64>,
+    /// Most bytes asked for at one time.
+    pub requested_peak: u64,
+    /// Bytes of all pages.
+    pub reserved: u64,
+    /// Reserved ÷ requested.
+    pub reserved_ratio: Option<f64>,
+    /// Pages created.
+    pub created: u64,
+    /// Pages that moved.
+    pub moved: u64,
+    /// What that would cost.
+    pub stall_ms: f64,
+}
+
+impl PagesRow {
+    /// The row of one run.
+    pub fn new(workload: &Workload, paging: &Paging, figures: &PagingFigures) -> Self {
+        let requested_peak = workload.requested_peak;
+        let ratio = figures.reserved as f64 / requested_peak as f64;
+        PagesRow {
+            file: workload.file(),
+            page_bytes: paging.page_bytes,
+            told: paging.told,
+            requested_peak,
+            reserved: figures.reserved,
+            reserved_ratio: (requested_peak > 0).then_some(ratio),
+            created: figures.created,
+            moved: figures.moved,
+            stall_ms: figures.stall_ns as f64 / 1e6,
+        }
+    }
+}
+
+/// The table of runs on pages.
+pub fn pages_table(rows: &[PagesRow]) -> String {
+    let mut table =
+        new_table(&["file", "page", "reserved", "÷ requested", "created", "moved", "stall ms"]);
+    for row in rows {
+        table.add_row(vec![
+            Cell::new(&row.file),
+            number(memory(row.page_bytes)),
+            number(memory(row.reserved)),
+            number(row.reserved_ratio.map_or("–".to_owned(), |r| format!("{r:.4}"))),
+            number(Thousands(row.created)),
+            number(Thousands(row.moved)),
+            number(format!("{:.2}", row.stall_ms)),
         ]);
     }
     table.trim_fmt()

@@ -39,6 +39,8 @@ Examples:
       alloc-lab verify crates/alloc-lab/tests/golden
   How small may the device be?
       alloc-lab fit traces/resnet.csv.gz --policy ours
+  How much of that is paging, whoever allocates?
+      alloc-lab pages traces/resnet.csv.gz
   What is where when most memory is in use?
       alloc-lab segments traces/moe.csv.gz --at peak --svg map.svg
   How long does an allocation take?
@@ -55,6 +57,7 @@ pub(super) enum Command {
     Replay(ReplayArgs),
     Verify(VerifyArgs),
     Fit(FitArgs),
+    Pages(PagesArgs),
     Segments(SegmentsArgs),
     Bench(BenchArgs),
 }
@@ -265,6 +268,53 @@ pub(super) struct FitArgs {
     /// Print one JSON object a line, for each file, instead of a table
     #[arg(long)]
     pub(super) json: bool,
+}
+
+/// Show what pages of one size would take, if memory could be anywhere
+///
+/// A model of paging, to compare allocators with: every request is placed by the best fit in unlimited
+/// address space, where memory is if it fits there, and any page that holds nothing can move to where
+/// one is missing. Requests up to 256 KiB have pages of 2 MiB of their own. Nothing is given back, and
+/// streams are not told apart.
+///
+/// `stall` is what creating, mapping and moving pages would cost, by the costs measured on an NVIDIA
+/// H200; a page that moves is mapped once more, and what unmapping it would cost is not in it.
+#[derive(Debug, Args)]
+#[command(after_long_help = "\
+Examples:
+  How small need pages be, and at what price?
+      alloc-lab pages traces/rlhf.csv.gz
+  What if one knew beforehand which blocks stay?
+      alloc-lab pages traces/rlhf.csv.gz --told 3 --page 4MiB --page 8MiB --vary all")]
+pub(super) struct PagesArgs {
+    /// Traces to run
+    #[arg(required = true, value_name = "FILE")]
+    pub(super) files: Vec<PathBuf>,
+
+    /// Bytes of a page: a number, or one with K, M, G (or KiB, MiB, GiB). May be given several times
+    #[arg(long, value_name = "SIZE", value_parser = parse_size,
+        default_values = ["2MiB", "4MiB", "6MiB", "8MiB", "12MiB", "16MiB", "20MiB"])]
+    pub(super) page: Vec<u64>,
+
+    /// The model knows how long each block will live: what lives for so many turnovers or more has
+    /// addresses of its own. A turnover is the time in which as much is asked for as ever lives at
+    /// once
+    #[arg(long, value_name = "TURNOVERS", value_parser = turnovers)]
+    pub(super) told: Option<f64>,
+
+    #[command(flatten)]
+    pub(super) varying: Varying,
+
+    /// Print one JSON object a line, for each file and size, instead of a table
+    #[arg(long)]
+    pub(super) json: bool,
+}
+
+fn turnovers(text: &str) -> Result<f64, String> {
+    let number = text.parse().ok().filter(|number: &f64| *number >= 0.0 && number.is_finite());
+    number.ok_or_else(|| {
+        format!("{text:?} is not a number of turnovers: 0 or more, such as 3 or 0.5")
+    })
 }
 
 /// Draw the map of segments, blocks and pages at one moment of a run

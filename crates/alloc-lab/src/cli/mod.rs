@@ -3,6 +3,7 @@
 mod args;
 mod bench;
 mod fit;
+mod pages;
 mod replay;
 mod segments;
 mod verify;
@@ -33,6 +34,7 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
         Command::Replay(args) => replay::run(&args, &mut out),
         Command::Verify(args) => verify::run(&args, &mut out),
         Command::Fit(args) => fit::run(&args, &mut out),
+        Command::Pages(args) => pages::run(&args, &mut out),
         Command::Segments(args) => segments::run(&args, &mut out),
         Command::Bench(args) => bench::run(&args, &mut out),
     };

@@ -367,6 +367,27 @@ fn workloads_can_be_varied() {
 }
 
 #[test]
+fn pages_says_what_pages_would_take() {
+    let directory = with_trace(ROWS);
+    let output =
+        lab(&directory, &["pages", "t.csv", "--page", "8MiB", "--page", "32MiB", "--json"]);
+    let rows: Vec<serde_json::Value> =
+        text(&output.stdout).lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let figures: Vec<_> =
+        rows.iter().map(|row| [&row["reserved"], &row["created"], &row["moved"]]).collect();
+    // 20 and 40 MiB side by side, then 40 where both were.
+    assert_eq!(figures, [[64 << 20, 8, 0], [64 << 20, 2, 0]]);
+    assert!(rows[0]["stall_ms"].as_f64() > rows[1]["stall_ms"].as_f64());
+    let table = text(&lab(&directory, &["pages", "t.csv", "--vary", "scale:50"]).stdout);
+    assert_eq!(table.matches("t.csv").count(), 2 * 7, "{table}");
+    for wrong in [["--page", "0"], ["--page", "many"], ["--told", "-1"], ["--told", "long"]] {
+        let output = lab(&directory, &[&["pages", "t.csv"][..], &wrong].concat());
+        assert_eq!(output.status.code(), Some(2), "{wrong:?}");
+        assert!(text(&output.stderr).contains(wrong[1]), "{wrong:?}");
+    }
+}
+
+#[test]
 fn help_teaches() {
     let directory = tempfile::tempdir().expect("a directory");
     for (args, part) in [
@@ -374,6 +395,7 @@ fn help_teaches() {
         (&["replay", "--help"], "--timeline resnet.svg"),
         (&["verify", "--help"], "Nothing is skipped"),
         (&["fit", "--help"], "one that is 2 MiB smaller"),
+        (&["pages", "--help"], "--told 3 --page 4MiB"),
         (&["segments", "--help"], "--at 40000"),
         (&["bench", "--help"], "bench churn 1024 1000000 22 7 --json"),
     ] {
