@@ -4,7 +4,7 @@ use crate::cases_threads::in_time;
 use crate::rig::*;
 use alloc_core::config::PeakMode;
 use alloc_core::{Addr, AllocError, CachingAllocator, OomReport, Policy, PoolOptions};
-use mock_backend::{Call, Fault, Judged, MockBackend, MockStream, Rng};
+use mock_backend::{Call, Fault, Judged, MockBackend, MockStream, Rng, Work};
 use std::collections::BTreeSet;
 use std::sync::Barrier;
 use std::thread;
@@ -189,6 +189,38 @@ fn pending_blocks_of_other_shards_are_waited_for() {
     let served = elsewhere(|| judged.allocate(100 * KIB, &stream).unwrap());
     assert_eq!(served, last);
     free_all(&judged, addrs.into_iter().chain([served]));
+    ends(judged);
+}
+
+/// What comes from another heap of the stream may be under work still: what a request leaves of it goes
+/// to no other stream before that is done.
+#[test]
+fn memory_of_a_shard_is_young_where_it_goes() {
+    let conf = format!("{DIVIDED},{TIGHT},ours_handle_max_mb:64,ours_waiting_max:0,ours_lasting:0");
+    let (judged, stream) = judged(&conf);
+    let other = judged.backend.stream(DEV0);
+    let [large, wall] = [20, 4].map(|mib| judged.allocate(mib * MIB, &stream).unwrap());
+    let small: Vec<_> = (0..10).map(|_| judged.allocate(MIB, &stream).unwrap()).collect();
+    assert_eq!(reserved(&judged), 34 * MIB, "two handles of the stream's heap, five of a shard");
+    judged.free(large).unwrap();
+    judged.backend.launch(&stream, Work::new().lasting(1_000_000));
+    // Looks for memory: an event is recorded behind that work.
+    let first = judged.allocate(2 * MIB, &other).unwrap();
+    judged.backend.advance(1_000_000);
+    small.iter().for_each(|addr| {
+        judged.backend.launch(&stream, Work::new().touching(*addr, MIB));
+    });
+    // Three handles of the shard, apart from each other: the first ones are older than the large one.
+    let (freed, kept): (Vec<_>, Vec<_>) =
+        small.into_iter().enumerate().partition(|(index, _)| index / 2 % 2 == 0);
+    freed.into_iter().for_each(|(_, addr)| judged.free(addr).unwrap());
+    // Takes more of them than it needs.
+    let larger = judged.allocate(22 * MIB, &stream).unwrap();
+    let before = reserved(&judged);
+    let second = judged.allocate(2 * MIB, &other).unwrap();
+    assert_eq!(reserved(&judged), before + 2 * MIB, "none of them is idle");
+    free_all(&judged, [wall, first, larger, second]);
+    free_all(&judged, kept.into_iter().map(|(_, addr)| addr));
     ends(judged);
 }
 

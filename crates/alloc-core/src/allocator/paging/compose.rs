@@ -106,14 +106,13 @@ impl Task<'_> {
         heads.sort_by_key(|head| head.bytes);
         let near_idle: Vec<_> =
             idle.iter().copied().filter(|handle| !self.is_in(behind, *handle)).collect();
-        let near_heads: Vec<_> =
-            heads.iter().copied().filter(|head| !self.is_in(behind, head.handle)).collect();
         let with_left = Start {
             site: *behind,
             tail: None,
             bytes: behind.left_bytes(),
             idle: &near_idle,
-            heads: &near_heads,
+            // None of them is in that block: the rest of its handle is mapped where the block ends.
+            heads: &heads,
         };
         let apart = Site { left: None, ..*apart };
         let with_nothing = Start { site: apart, tail: None, bytes: 0, idle: &idle, heads: &heads };
