@@ -4,8 +4,8 @@
 //! needed. At that line a request is served from memory that is free elsewhere: first where it is
 //! mapped already side by side, at no cost (`window`); else by mapping idle handles once more, in one
 //! run that may begin with the free tail of a partly used handle and end with the free head of
-//! another (`compose`). Only what these cannot cover is created beyond the line. Runs under the growth
-//! lock of the device.
+//! another (`shape` says which, `compose` lays it out). Only what these cannot cover is created beyond
+//! the line. Runs under the growth lock of the device.
 
 mod compose;
 mod heal;
