@@ -28,8 +28,8 @@ impl Heap {
         self.blocks.split(id, bytes, BlockState::Held).0
     }
 
-    /// Makes a part of a free block, `bytes` from `addr` on, a block of its own, which is `Held`; what is left
-    /// is free. Returns it, and how many blocks there are now.
+    /// Makes a part of a free block, `bytes` from `addr` on, a block of its own, which is `Held`; what
+    /// is left is free. Returns it, and how many blocks there are now.
     pub(super) fn cut_part(&mut self, free: BlockIdx, addr: Addr, bytes: u64) -> (BlockIdx, u64) {
         self.remove_free(free);
         let below = addr - self.blocks[free].addr;

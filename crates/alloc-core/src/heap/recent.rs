@@ -9,7 +9,8 @@
 //!
 //! In the large class, where a block kept whole may be missing elsewhere, only the latest one waits,
 //! and only until the next request of that class. If the ones before it did not come back, it merges at
-//! once, and is cut out again should that request be of its size; blocks are the same either way. While time is short, those of few sizes have lists
+//! once, and is cut out again should that request be of its size; blocks are the same either way.
+//! While time is short, those of few sizes have lists
 //! too (`variety`).
 
 use super::{Heap, Ledger, LiveBlock, Request};
